@@ -1,0 +1,84 @@
+"""How often a job may fail: durable counts over every restart path, and the loop breaker.
+
+The counts live in the core's state, so replaying the journal restores them: a new controller, or a new node, never resets a
+budget. `max_iterations` counts rounds, the first included. `max_rank_faults` counts ranks that failed by themselves, never
+their victims.
+"""
+
+from ...protocol.faults import Fault, FaultKind
+from ...protocol.settings import Settings
+
+SAME_FAILURE_LIMIT = 3
+"""Rounds in a row that may end with the same signature without a new furthest step."""
+
+SAME_FAILURE_LIMIT_WITHOUT_STEPS = 10
+"""The same, for functions that never call `ping`: without steps, nobody can tell whether they move on."""
+
+_DETERMINISTIC_ERRORS = frozenset(
+    {
+        "ImportError", "ModuleNotFoundError", "SyntaxError", "IndentationError", "NameError", "TypeError", "AttributeError",
+        "ArgumentError",
+    }
+)  # fmt: skip
+"""What a wrong program raises, every time, before it has done any work."""
+
+
+class Budget:
+    """Counts of one job."""
+
+    def __init__(self) -> None:
+        self.rank_faults = 0
+        self.furthest_step = -1
+        self.same_failures = 0
+        self._last_signature = ""
+        self.same_slot = True
+        """Whether all of these equal failures were of one slot."""
+        self._last_slot: str = ""
+        self._furthest_at_last_failure = -1
+
+    def spend(self, cause: Fault, culprits: int, settings: Settings) -> str:
+        """Count the end of a round. Returns why the job must stop, empty if it may go on."""
+        self.rank_faults += culprits
+        progressed = self.furthest_step > self._furthest_at_last_failure
+        if cause.signature != self._last_signature or progressed:
+            self.same_failures = 0
+            self.same_slot = True
+        elif cause.slot != self._last_slot:
+            self.same_slot = False
+        self.same_failures += 1
+        self._last_signature = cause.signature
+        self._last_slot = cause.slot
+        self._furthest_at_last_failure = self.furthest_step
+        limit = settings.max_rank_faults
+        if limit is not None and self.rank_faults > limit:
+            return f"rank fault {self.rank_faults} of at most {limit} (max_rank_faults)"
+        return ""
+
+    def loops(self) -> bool:
+        """Whether the same failure has come too often without progress."""
+        return self.same_failures >= self.same_failure_limit
+
+    @property
+    def same_failure_limit(self) -> int:
+        return SAME_FAILURE_LIMIT if self.furthest_step >= 0 else SAME_FAILURE_LIMIT_WITHOUT_STEPS
+
+    def forgive(self) -> None:
+        """Start counting equal failures anew, after the circumstances were changed (a suspect node was left out)."""
+        self.same_failures = 0
+
+
+def round_allowed(index: int, settings: Settings) -> str:
+    """Why round `index` must not run, empty if it may."""
+    limit = settings.max_iterations
+    if limit is not None and index >= limit:
+        return f"round {index} would be number {index + 1} of at most {limit} (max_iterations)"
+    return ""
+
+
+def is_hopeless(cause: Fault, furthest_step: int) -> bool:
+    """Whether a retry cannot help: the program itself is wrong, and fails before the first step."""
+    if furthest_step >= 0:
+        return False
+    if cause.kind is FaultKind.EXCEPTION:
+        return cause.error in _DETERMINISTIC_ERRORS
+    return cause.kind is FaultKind.EXIT and not cause.entered and cause.code != 0

@@ -1,0 +1,67 @@
+"""Everything that can happen to a job, as the core is told it. The journal holds exactly these, in order."""
+
+import msgspec
+
+from ...protocol.messages import Hello, SlotState
+from ...protocol.names import AgentName
+from ...protocol.settings import Settings
+
+
+class Opened(msgspec.Struct, frozen=True, tag="opened"):
+    """A controller starts to lead: the first one, or one that has replayed the journal of those before it.
+
+    incarnation: 1 for the first, then higher each time. expected: agents that the launcher starts, 0 if only they know.
+    """
+
+    job: str
+    attempt: int
+    incarnation: int
+    expected: int
+    settings: Settings
+
+
+class Attached(msgspec.Struct, frozen=True, tag="attached"):
+    """An agent introduced itself, for the first time or again."""
+
+    hello: Hello
+
+
+class Reported(msgspec.Struct, frozen=True, tag="reported"):
+    """An agent told of slots that changed."""
+
+    agent: AgentName
+    slots: tuple[SlotState, ...]
+
+
+class LinkLost(msgspec.Struct, frozen=True, tag="link_lost"):
+    """The connection to an agent closed. A living agent comes back at once."""
+
+    agent: AgentName
+
+
+class Silent(msgspec.Struct, frozen=True, tag="silent"):
+    """Nothing was heard from an agent for `heartbeat_timeout`."""
+
+    agent: AgentName
+    age_s: float
+
+
+class StopAsked(msgspec.Struct, frozen=True, tag="stop_asked"):
+    """Somebody wants the job to end."""
+
+    code: int
+    reason: str
+
+
+class Tick(msgspec.Struct, frozen=True, tag="tick"):
+    """A deadline that `Job.deadline` named has come."""
+
+
+Event = Opened | Attached | Reported | LinkLost | Silent | StopAsked | Tick
+
+
+class Entry(msgspec.Struct, frozen=True, array_like=True):
+    """One record of the journal: an event and when the core was told of it, in seconds of that controller's clock."""
+
+    now: float
+    event: Event

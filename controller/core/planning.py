@@ -1,0 +1,217 @@
+"""Between rounds: when the job has formed, who may run, who runs next, and whether a dead slot gets another process."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from ...protocol.exit_codes import ExitCode
+from ...protocol.faults import Fault, FaultKind
+from ...protocol.messages import Stage
+from . import wording
+from .budget import is_hopeless, round_allowed
+from .placement import Candidate, CannotPlace, place, world_size
+from .roster import SlotRecord
+from .rounds import JobPhase, Round, Times
+from .verdict import tell_story
+
+if TYPE_CHECKING:
+    from .job import Job
+
+START_FAILURES_LIMIT = 2
+"""Processes in a row that may die in a slot before they reach the gate; then the slot stays empty."""
+
+
+class Planning:
+    """The rules of FORMING, PLANNING and RELEASED."""
+
+    def __init__(self, job: Job) -> None:
+        self._job = job
+        self._order_cache: dict[str, int] = {}
+
+    # ---- FORMING ----------------------------------------------------------------------------------------------
+
+    def form(self) -> bool:
+        job = self._job
+        if job.recovering:
+            return False
+        agents = [a for a in job.roster.agents.values() if not a.lost]
+        slots = [r for a in agents for r in a.slots.values()]
+        missing_agents = max(job.expected - len(agents), 0)
+        late = [r for r in slots if r.coming]
+        if slots and all(r.state.stage is Stage.GONE and not r.coming for r in slots) and not missing_agents:
+            return self._all_left(slots)
+        left = [r for r in slots if r.state.stage is Stage.GONE and r.state.exit is not None and r.state.exit.code == 0]
+        if left and any(r.at_gate for r in slots):
+            text = f"some ranks wait in the resilient function, but these exited with code 0 without calling it: {wording.missing(left)}"
+            return job.end(ExitCode.FAILED, text)
+        if agents and not missing_agents and not late:
+            return self._formed()
+        if not job.due("forming"):
+            return False
+        ready = sum(r.at_gate for r in slots)
+        names = wording.missing(late) if late else "none of the known ranks"
+        text = f"{missing_agents} of {job.expected or 'the expected'} agents and these ranks are missing after {job.settings.forming_timeout:g} s (forming_timeout): {names}"
+        if ready < max(job.settings.min_world_size, 1) or (job.settings.active_world_size or 1) > ready:
+            return job.end(ExitCode.NOT_FORMED, text)
+        job.tell("forming_late", f"starting without those who are missing: {text}", level="warning")
+        return self._formed()
+
+    def _formed(self) -> bool:
+        self._job.timers.pop("forming", None)
+        self._job.timers["respawn"] = self._job.now
+        self._job.move(JobPhase.PLANNING)
+        return True
+
+    def _all_left(self, slots: list[SlotRecord]) -> bool:
+        """Every process exited before it reached the gate: scripts that never call a resilient function."""
+        codes = [r.state.exit.code if r.state.exit else 0 for r in slots]
+        worst = next((code for code in codes if code), 0)
+        self._job.round = None
+        return self._job.end(
+            worst if worst >= 0 else 128 - worst, "all processes exited without calling a resilient training function"
+        )
+
+    # ---- RELEASED ---------------------------------------------------------------------------------------------
+
+    def after_release(self) -> bool:
+        """After a completed round the trainers exit, or meet at the gate again for another resilient function."""
+        job = self._job
+        alive = [r for r in job.roster.slots() if r.alive]
+        if not alive:
+            if job.code:
+                return job.end(job.code, f"completed, but a process exited with code {job.code} afterwards")
+            return job.end(ExitCode.COMPLETED, "completed")
+        # A reserve that has not heard of the release is still at the gate; one that came again was seen outside.
+        again = [r for r in alive if r.state.stage is Stage.GATE and r.released]
+        if len(again) == len(alive):
+            job.timers["respawn"] = job.now
+            job.timers.pop("regather", None)
+            job.move(JobPhase.PLANNING)
+            return True
+        if not again:
+            job.timers.pop("regather", None)
+        elif "regather" not in job.timers:
+            job.timers["regather"] = job.now + job.settings.forming_timeout
+        if job.due("regather"):
+            rest = [r for r in alive if r not in again]
+            return job.end(
+                ExitCode.NOT_FORMED,
+                f"some ranks called another resilient function, these did not: {wording.missing(rest)}",
+            )
+        return False
+
+    # ---- PLANNING ---------------------------------------------------------------------------------------------
+
+    def plan(self) -> bool:
+        job = self._job
+        if job.recovering:
+            return False
+        settings = job.settings
+        candidates = self._candidates()
+        known = sum(1 for _ in job.roster.slots())
+        target = settings.active_world_size or known
+        coming = [r for r in job.roster.slots() if r.coming]
+        if len(candidates) < target and coming and not job.due("respawn") and "respawn" in job.timers:
+            return False
+        job.timers.pop("respawn", None)
+        index = 0 if job.round is None else job.round.index + 1
+        refusal = round_allowed(index, settings)
+        if refusal:
+            return job.end(ExitCode.BUDGET_SPENT, refusal)
+        try:
+            size = world_size(len(candidates), target, settings.min_world_size, settings.world_size_multiple_of)
+        except CannotPlace as error:
+            return job.end(ExitCode.WORLD_TOO_SMALL, f"{error}; {self._why_so_few()}")
+        self._open_round(index, place(candidates, self._previous(), size))
+        return True
+
+    def _open_round(self, index: int, seats: dict[int, SlotRecord]) -> None:
+        job = self._job
+        for record in job.roster.slots():
+            record.released = False
+        job.round = Round(
+            index=index,
+            seats=seats,
+            lives={rank: record.state.life for rank, record in seats.items()},
+            times=Times(planned=job.now),
+            master_port=seats[0].state.port,
+        )
+        job.timers["entry"] = job.now + job.settings.barrier_timeout
+        job.move(JobPhase.RUNNING)
+
+    def _candidates(self) -> list[Candidate[SlotRecord]]:
+        """Who may run: at the gate, not under suspicion, and under granularity `node` on a node without a dead rank."""
+        job = self._job
+        broken: set[str] = set()
+        if job.settings.granularity == "node":
+            broken = {r.agent.node for r in job.roster.slots() if not r.alive or r.state.stage is Stage.STARTING}
+        return [
+            self._candidate(r) for r in job.roster.slots() if r.at_gate and not r.suspect and r.agent.node not in broken
+        ]
+
+    def _candidate(self, record: SlotRecord) -> Candidate[SlotRecord]:
+        agent = record.agent
+        return Candidate(record, agent.node, agent.group, record.state.index, self._order()[agent.name])
+
+    def _order(self) -> dict[str, int]:
+        agents = self._job.roster.agents
+        if len(self._order_cache) != len(agents):
+            ordered = sorted(agents.values(), key=lambda a: (a.order, a.name))
+            self._order_cache = {agent.name: i for i, agent in enumerate(ordered)}
+        return self._order_cache
+
+    def _previous(self) -> dict[int, Candidate[SlotRecord]]:
+        round = self._job.round
+        return {} if round is None else {rank: self._candidate(record) for rank, record in round.seats.items()}
+
+    def _why_so_few(self) -> str:
+        gone = [r for r in self._job.roster.slots() if not r.alive]
+        out = [r for r in self._job.roster.slots() if r.at_gate]
+        text = f"dead: {wording.missing(gone) if gone else 'none'}"
+        if out and self._job.settings.granularity == "node":
+            text += (
+                f"; healthy but left out with their node (granularity=node): {wording.listing(r.slot for r in out)}; "
+                "granularity=rank, respawn=true or spare nodes would keep them"
+            )
+        return text
+
+    # ---- respawn ----------------------------------------------------------------------------------------------
+
+    def consider_respawn(self, record: SlotRecord, fault: Fault) -> None:
+        """Decide whether a dead slot gets another process, and whether the job can go on at all."""
+        job = self._job
+        if record.state.round < 0 and not record.condemned:
+            record.failed_starts += 1
+            if record.state.life == 1 and is_hopeless(fault, job.budget.furthest_step):
+                job.end(
+                    fault.code or ExitCode.FAILED, f"{wording.describe(fault)}; not retried, since it would fail again"
+                )
+                return
+        if job.phase in (JobPhase.RELEASED, JobPhase.STOPPING, JobPhase.ENDED) or not job.settings.respawn:
+            return
+        if record.state.round < 0 and fault.kind is FaultKind.EXIT and fault.code == 0:
+            return  # a script that never calls a resilient function; see `form`
+        if record.failed_starts > START_FAILURES_LIMIT:
+            text = f"{record.slot} stays empty: {record.failed_starts} processes in a row died before they reached the gate"
+            job.tell("slot_empty", text, level="error", slot=record.slot)
+            return
+        record.wanted = max(record.wanted, record.state.life + 1)
+        job.directives.dirty(record.agent)
+
+    # ---- the story --------------------------------------------------------------------------------------------
+
+    def tell_running(self) -> None:
+        """All ranks have entered the round: say so, with the story of how it came to be."""
+        job = self._job
+        round = job.round
+        assert round is not None
+        reserves = sum(1 for r in job.roster.slots() if r.at_gate and round.seat_of(r) is None)
+        if job.closed is None:
+            job.tell(
+                "running",
+                f"round {round.index} runs with {round.size} ranks and {reserves} reserves",
+                world_size=round.size,
+            )
+            return
+        tell_story(job, job.closed, round, reserves)
+        job.closed = None

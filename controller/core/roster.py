@@ -1,0 +1,143 @@
+"""Who is there: every agent and slot that the job knows, and what each last said.
+
+A `SlotRecord` belongs to one agent *process*. When another process takes over an agent's name, the old records are dead for
+good and new ones are made, so that nothing said of an old process can touch a new one.
+"""
+
+from collections.abc import Iterator
+
+from ...protocol.messages import Hello, SlotState, Stage
+from ...protocol.names import AgentName, ProcessId, Slot
+
+
+class AgentRecord:
+    """One agent process."""
+
+    __slots__ = (
+        "address",
+        "attached",
+        "expected",
+        "group",
+        "host",
+        "lost",
+        "name",
+        "node",
+        "order",
+        "process",
+        "slots",
+    )
+
+    def __init__(self, hello: Hello) -> None:
+        self.name: AgentName = hello.agent
+        self.node = hello.node
+        self.host = hello.host
+        self.group = hello.group
+        self.address = hello.address
+        self.order = hello.order
+        self.expected = hello.expected
+        self.process: ProcessId = hello.process
+        self.attached = True
+        self.lost = False
+        self.slots: dict[Slot, SlotRecord] = {}
+
+
+class SlotRecord:
+    """One slot of an agent.
+
+    wanted: the life that should be there. condemned: why its process was given up on, though nobody saw it die yet.
+    failed_starts: processes in a row that died before they reached the gate. suspect: left out by the loop breaker.
+    released: has left the resilient function since the last round was completed.
+    """
+
+    __slots__ = ("agent", "condemned", "failed_starts", "released", "state", "suspect", "wanted")
+
+    def __init__(self, agent: AgentRecord, state: SlotState) -> None:
+        self.agent = agent
+        self.state = state
+        self.wanted = state.life
+        self.condemned = ""
+        self.failed_starts = 0
+        self.suspect = False
+        self.released = False
+
+    def __repr__(self) -> str:
+        return f"<{self.state.slot} life {self.state.life} {self.state.stage.value}>"
+
+    @property
+    def slot(self) -> Slot:
+        return self.state.slot
+
+    @property
+    def alive(self) -> bool:
+        """Whether its process may take part in anything again."""
+        dead = self.state.stage in (Stage.DYING, Stage.GONE)
+        return not dead and not self.condemned and not self.agent.lost
+
+    @property
+    def at_gate(self) -> bool:
+        return self.state.stage is Stage.GATE and self.alive
+
+    @property
+    def coming(self) -> bool:
+        """A process is starting in it, or about to be."""
+        if self.agent.lost:
+            return False
+        return self.wanted > self.state.life or (self.state.stage is Stage.STARTING and not self.condemned)
+
+    def settled(self, round: int) -> bool:
+        """Whether its process is known to be outside the training function of `round`."""
+        if not self.alive:
+            return True
+        stage = self.state.stage
+        return stage is Stage.OUTSIDE or (stage is Stage.GATE and self.state.round >= round)
+
+
+class Roster:
+    """All agents of a job, by name."""
+
+    def __init__(self) -> None:
+        self.agents: dict[AgentName, AgentRecord] = {}
+
+    def slots(self) -> Iterator[SlotRecord]:
+        for agent in self.agents.values():
+            yield from agent.slots.values()
+
+    def slot(self, agent: AgentName, slot: Slot) -> SlotRecord | None:
+        record = self.agents.get(agent)
+        return record.slots.get(slot) if record else None
+
+    def admit(self, hello: Hello) -> tuple[AgentRecord, list[SlotRecord]]:
+        """Take in a Hello. Returns the agent's record and the records of a former process that this one replaces."""
+        known = self.agents.get(hello.agent)
+        replaced: list[SlotRecord] = []
+        if known is None or known.process != hello.process:
+            if known is not None:
+                known.lost = True
+                replaced = list(known.slots.values())
+            known = self.agents[hello.agent] = AgentRecord(hello)
+        known.attached = True
+        known.lost = False
+        known.address = hello.address
+        return known, replaced
+
+    def update(self, agent: AgentRecord, state: SlotState) -> tuple[SlotRecord, SlotState | None] | None:
+        """Note what an agent says of a slot. Returns the record and what was known before, or None if the state is old news."""
+        record = agent.slots.get(state.slot)
+        if record is None:
+            record = agent.slots[state.slot] = SlotRecord(agent, state)
+            return record, None
+        before = record.state
+        if state.life < before.life or (state.life == before.life and _is_older(state, before)):
+            return None
+        if state.life > before.life:
+            record.condemned = ""
+            record.wanted = max(record.wanted, state.life)
+        record.state = state
+        return record, before
+
+
+def _is_older(state: SlotState, known: SlotState) -> bool:
+    """Within one life: death is final, and a round never goes back."""
+    if known.stage is Stage.GONE:
+        return True
+    return state.round < known.round and state.stage is not Stage.GONE

@@ -1,0 +1,116 @@
+"""One round: one life of the training function on one set of ranks.
+
+Everything that belongs to a round hangs off its `Round` object, which is dropped whole when the next one begins, so nothing
+can leak across.
+"""
+
+from dataclasses import dataclass, field
+from enum import Enum
+
+from ...protocol.faults import Fault, FaultKind
+from .blame import Finding
+from .roster import SlotRecord
+
+
+class JobPhase(str, Enum):
+    FORMING = "forming"
+    RUNNING = "running"
+    COMPLETING = "completing"
+    RELEASED = "released"
+    ABORTING = "aborting"
+    PLANNING = "planning"
+    STOPPING = "stopping"
+    ENDED = "ended"
+
+
+TRANSITIONS: dict[JobPhase, frozenset[JobPhase]] = {
+    JobPhase.FORMING: frozenset({JobPhase.PLANNING, JobPhase.STOPPING}),
+    JobPhase.PLANNING: frozenset({JobPhase.RUNNING, JobPhase.STOPPING}),
+    JobPhase.RUNNING: frozenset({JobPhase.COMPLETING, JobPhase.ABORTING, JobPhase.STOPPING}),
+    JobPhase.COMPLETING: frozenset({JobPhase.RELEASED, JobPhase.ABORTING, JobPhase.STOPPING}),
+    # A trainer may call a second resilient function, or simply exit.
+    JobPhase.RELEASED: frozenset({JobPhase.PLANNING, JobPhase.STOPPING}),
+    JobPhase.ABORTING: frozenset({JobPhase.PLANNING, JobPhase.STOPPING}),
+    JobPhase.STOPPING: frozenset({JobPhase.ENDED}),
+    JobPhase.ENDED: frozenset(),
+}
+
+
+class IllegalTransition(Exception):
+    """The core tried to move where no arrow leads: a defect. The phase is unchanged."""
+
+
+def check_transition(old: JobPhase, new: JobPhase) -> None:
+    if new not in TRANSITIONS[old]:
+        raise IllegalTransition(f"{old.value} -> {new.value}")
+
+
+def _is_bare_death(fault: Fault) -> bool:
+    """A death seen before the kernel has told how."""
+    return fault.kind is FaultKind.SIGNAL and fault.code == 0
+
+
+@dataclass(slots=True)
+class Times:
+    """When each phase of a round began, on the controller's clock; None if it never did."""
+
+    planned: float
+    entered: float | None = None
+    fault: float | None = None
+    quiesced: float | None = None
+
+
+@dataclass(slots=True)
+class Round:
+    """index: 0, 1, ... seats: rank -> slot record. findings: (slot, life) -> evidence. late: who had to be given up, and why."""
+
+    index: int
+    seats: dict[int, SlotRecord]
+    lives: dict[int, int]
+    times: Times
+    master_port: int = 0
+    rank_of: dict[SlotRecord, int] = field(default_factory=dict[SlotRecord, int])
+    findings: dict[tuple[str, int], Finding] = field(default_factory=dict[tuple[str, int], Finding])
+    late: dict[int, str] = field(default_factory=dict[int, str])
+    to_enter: set[int] = field(default_factory=set[int])
+    to_return: set[int] = field(default_factory=set[int])
+    to_settle: set[int] = field(default_factory=set[int])
+    """Ranks that are awaited: inside the function, back from it, or (while aborting) known to be out of it."""
+    interrupted_by_restart: bool = False
+    """A controller died during this round: its phase times are not measurements."""
+
+    def __post_init__(self) -> None:
+        self.rank_of = {record: rank for rank, record in self.seats.items()}
+        self.to_enter = set(self.seats)
+        self.to_return = set(self.seats)
+
+    @property
+    def size(self) -> int:
+        return len(self.seats)
+
+    def seat_of(self, record: SlotRecord) -> int | None:
+        """The rank of `record`'s *present* process in this round, None if it has none."""
+        rank = self.rank_of.get(record)
+        if rank is None or self.lives[rank] != record.state.life:
+            return None
+        return rank
+
+    def add(self, fault: Fault, rank: int, now: float, answered: bool = False) -> bool:
+        """Note evidence; True if it is news.
+
+        Of one process the first evidence stays, unless the same kind comes again with more detail, or stronger evidence comes.
+        """
+        key = (fault.slot, fault.life)
+        known = self.findings.get(key)
+        finding = Finding(now, rank, fault, answered)
+        if known is None:
+            self.findings[key] = finding
+            return True
+        if known.fault.kind is fault.kind or _is_bare_death(known.fault):
+            known.fault = fault
+            known.answered = known.answered or answered
+            return False
+        if finding.strength < known.strength:
+            self.findings[key] = finding
+            return True
+        return False

@@ -1,0 +1,94 @@
+"""The end of a round: who is to blame, what it costs, and whether there is a next one; then its story in one line."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from ...protocol.exit_codes import ExitCode
+from . import wording
+from .blame import Verdict, judge
+from .budget import is_hopeless
+from .rounds import Round
+
+if TYPE_CHECKING:
+    from .job import Job
+
+
+def close_round(job: Job, round: Round) -> bool:
+    """Judge a round whose ranks have all settled. True if the job ends because of it."""
+    verdict = judge(list(round.findings.values()))
+    cause = verdict.cause.fault
+    culprits = 1 + len(verdict.companions)
+    spent = job.budget.spend(cause, culprits, job.settings)
+    text = wording.describe(cause, verdict.cause.rank)
+    if is_hopeless(cause, job.budget.furthest_step):
+        return job.end(ExitCode.FAILED, f"{text}; not retried, since it would fail again:\n{cause.detail}")
+    if spent:
+        return job.end(ExitCode.BUDGET_SPENT, f"{spent}; last: {text}")
+    if job.budget.loops():
+        return _break_loop(job, verdict)
+    return False
+
+
+def _break_loop(job: Job, verdict: Verdict) -> bool:
+    """The same failure again and again: leave the suspect out if there is somebody to take its place, else stop."""
+    fault = verdict.cause.fault
+    round = job.round
+    assert round is not None
+    record = round.seats.get(verdict.cause.rank)
+    count = job.budget.same_failures
+    reserves = sum(1 for r in job.roster.slots() if r.at_gate and round.seat_of(r) is None and not r.suspect)
+    if record is not None and not record.suspect and job.budget.same_slot and reserves > 0:
+        by_node = job.settings.granularity == "node"
+        suspects = [r for r in job.roster.slots() if r is record or (by_node and r.agent.node == record.agent.node)]
+        for suspect in suspects:
+            suspect.suspect = True
+        names = wording.listing(s.slot for s in suspects)
+        job.tell(
+            "suspect", f"{count} equal failures in {fault.slot} without progress: leaving out {names}", level="error"
+        )
+        job.budget.forgive()
+        return False
+    text = f"the same failure {count} times in a row without progress beyond step {job.budget.furthest_step}"
+    return job.end(ExitCode.NO_PROGRESS, f"{text}: {wording.describe(fault, verdict.cause.rank)}")
+
+
+def tell_story(job: Job, old: Round, new: Round, reserves: int) -> None:
+    """One line: what ended the old round, who suffered, who sits where now, and what each phase took."""
+    verdict = judge(list(old.findings.values()))
+    phases = {
+        "abort_ms": wording.milliseconds(old.times.fault, old.times.quiesced),
+        "plan_ms": wording.milliseconds(old.times.quiesced, new.times.planned),
+        "enter_ms": wording.milliseconds(new.times.planned, new.times.entered),
+        "total_ms": wording.milliseconds(old.times.fault, new.times.entered),
+    }
+    parts = [f"round {old.index} -> {new.index}: {wording.describe(verdict.cause.fault, verdict.cause.rank)}"]
+    if verdict.companions:
+        parts.append(f"also failed: ranks {wording.ranks(f.rank for f in verdict.companions)}")
+    if verdict.victims:
+        parts.append(f"victims: ranks {wording.victims_of(verdict)}")
+    if old.late:
+        parts.append("killed: " + wording.listing(f"rank {rank} ({why})" for rank, why in sorted(old.late.items())))
+    moved = wording.moves(old, new)
+    if moved:
+        parts.append(moved)
+    parts.append(
+        f"world {old.size} -> {new.size}, {reserves} reserves"
+        if old.size != new.size
+        else f"world {new.size}, {reserves} reserves"
+    )
+    if old.interrupted_by_restart or new.interrupted_by_restart:
+        parts.append("a controller restart fell into this round, so it has no phase times")
+        phases = {}
+    else:
+        parts.append("abort {abort_ms} + plan {plan_ms} + enter {enter_ms} = {total_ms} ms".format(**phases))
+    job.tell(
+        "recovered",
+        "; ".join(parts),
+        rank=verdict.cause.rank,
+        slot=verdict.cause.fault.slot,
+        kind=verdict.cause.fault.kind.value,
+        world_size=new.size,
+        faults=job.budget.rank_faults,
+        phases=phases,
+    )

@@ -1,0 +1,173 @@
+"""The run directory: where a job's controller keeps everything that others look for, and nothing stale.
+
+It is shared between nodes and belongs to one user: the keys in it open every connection of the job, so a directory
+that others may write into is refused.
+
+Files appear whole or not at all: they are written beside their name, synced, then renamed. A draft has a fixed name,
+so that a writer that was killed a hundred times leaves one behind, not a hundred.
+
+An *attempt* is one life of the job as a whole, counted from 1; a requeued job has several. A controller that ends a
+job writes the verdict; the next attempt then starts clean, and what the last one left is moved into `attempt-N/`. A
+journal without a verdict belongs to a controller that crashed, and stays where it is for recovery.
+"""
+
+import contextlib
+import os
+import re
+import stat
+import time
+from pathlib import Path
+
+import msgspec
+
+_OTHERS_MAY_WRITE = stat.S_IWGRP | stat.S_IWOTH
+
+
+class RunDirectoryError(Exception):
+    """The run directory cannot be used. The text names it, the reason and the fix."""
+
+
+class Verdict(msgspec.Struct, frozen=True):
+    """How an attempt ended. `ended` is wall time, for people."""
+
+    code: int
+    reason: str
+    cause: str
+    ended: float
+
+
+class RunDirectory:
+    """A run directory, made if it is not there, that is ours to write into."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path.absolute()
+        self.journal = self.path / "journal"
+        self.endpoint = self.path / "endpoint.json"
+        self.keys = self.path / "keys.json"
+        self.lock = self.path / "lock"
+        self.verdict = self.path / "verdict.json"
+        self.log = self.path / "perdure.log"
+        self.log_json = self.path / "perdure.jsonl"
+        _make(self.path)
+        _check_ours(self.path)
+        _check_writable(self.path)
+
+    def write_file(self, path: Path, content: bytes) -> None:
+        """`content` under `path`, a name in this directory, for its owner only: after a crash all of it or none."""
+        draft = self.path / f".{path.name}.tmp"
+        try:
+            fd = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+            with open(fd, "wb") as file:
+                file.write(content)
+                file.flush()
+                os.fsync(fd)
+            os.rename(draft, path)
+            _sync_directory(self.path)
+        except OSError as error:
+            with contextlib.suppress(OSError):
+                draft.unlink()
+            raise RunDirectoryError(f"cannot write {path}: {error.strerror}") from error
+
+    def write_verdict(self, code: int, reason: str, cause: str = "") -> Verdict:
+        """The last word on this attempt. reason: one line; cause: all that is known, for people."""
+        verdict = Verdict(code, reason, cause, time.time())
+        self.write_file(self.verdict, msgspec.json.format(msgspec.json.encode(verdict)) + b"\n")
+        return verdict
+
+    def read_verdict(self) -> Verdict | None:
+        """How this attempt ended; None while it has not."""
+        try:
+            return msgspec.json.decode(self.verdict.read_bytes(), type=Verdict)
+        except FileNotFoundError:
+            return None
+        except OSError as error:
+            raise RunDirectoryError(f"cannot read {self.verdict}: {error.strerror}") from error
+        except msgspec.MsgspecError as error:
+            raise RunDirectoryError(
+                f"{self.verdict} cannot be understood ({error}); it is only ever written whole, so somebody "
+                "changed it: remove it to go on with the journal beside it"
+            ) from error
+
+    def rotate_finished(self) -> int:
+        """Put a finished attempt away; the number of the attempt that is to run now. Call it with the lease held.
+
+        Can be interrupted anywhere and called again: files are collected in `attempt-N.moving`, the verdict last, and
+        only then does it become `attempt-N`.
+        """
+        number = 1 + max(self._numbers(), default=0)
+        try:
+            moving = self.path / f"attempt-{number}.moving"
+            if not self.verdict.exists() and not moving.exists():
+                return number
+            moving.mkdir(mode=0o700, exist_ok=True)
+            if self.verdict.exists():
+                self._collect(moving)
+            os.rename(moving, self.path / f"attempt-{number}")
+            _sync_directory(self.path)
+        except OSError as error:
+            raise RunDirectoryError(
+                f"cannot put the finished attempt {number} of {self.path} away: {error.strerror} ({error.filename})"
+            ) from error
+        return number + 1
+
+    def _numbers(self) -> list[int]:
+        return [int(match[1]) for name in os.listdir(self.path) if (match := re.fullmatch(r"attempt-(\d+)", name))]
+
+    def _collect(self, moving: Path) -> None:
+        """Move all that belongs to the attempt. Its address goes first, so that nobody calls a dead controller."""
+        for path in (self.endpoint, self.journal, self.log, self.log_json):
+            with contextlib.suppress(FileNotFoundError):
+                os.rename(path, moving / path.name)
+        # Its keys open nothing any more, and an old secret is not worth keeping.
+        self.keys.unlink(missing_ok=True)
+        _sync_directory(self.path)
+        os.rename(self.verdict, moving / self.verdict.name)
+        _sync_directory(moving)
+
+
+def _make(path: Path) -> None:
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.mkdir(mode=0o700, exist_ok=True)
+    except FileExistsError:
+        raise RunDirectoryError(f"the run directory {path} is a file; name a directory") from None
+    except NotADirectoryError:
+        raise RunDirectoryError(f"the run directory {path} lies below a file; name another one") from None
+    except OSError as error:
+        raise RunDirectoryError(f"cannot make the run directory {path}: {error.strerror}; name another one") from error
+
+
+def _check_ours(path: Path) -> None:
+    try:
+        status = path.stat()
+    except OSError as error:
+        raise RunDirectoryError(f"cannot look at the run directory {path}: {error.strerror}") from error
+    if status.st_uid != os.geteuid():
+        raise RunDirectoryError(
+            f"the run directory {path} belongs to user {status.st_uid} and this process runs as user {os.geteuid()}; "
+            "the job's keys are kept there, so it must be your own: name another one"
+        )
+    if status.st_mode & _OTHERS_MAY_WRITE:
+        mode = stat.S_IMODE(status.st_mode)
+        raise RunDirectoryError(
+            f"others may write into the run directory {path} (mode {mode:04o}), and so replace the job's keys; "
+            f"run: chmod go-w {path}"
+        )
+
+
+def _check_writable(path: Path) -> None:
+    """Try it: permission bits say nothing of a read-only file system, and nothing at all to root."""
+    probe = path / f".probe.{os.uname().nodename}.{os.getpid()}"
+    try:
+        os.close(os.open(probe, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600))
+        os.unlink(probe)
+    except OSError as error:
+        raise RunDirectoryError(f"cannot write into {path}: {error.strerror}; name another one") from error
+
+
+def _sync_directory(path: Path) -> None:
+    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)

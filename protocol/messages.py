@@ -1,0 +1,196 @@
+"""Every message between a controller and its agents.
+
+Both directions speak in *states*, not in deltas: a `SlotState` says all that is known of a slot, a `Directive` says all that
+an agent should be doing. So a message that comes twice changes nothing, and after any loss the newest one mends everything.
+Reliability (sequence, acknowledgement, resend) is in `link.py`; fencing is here: `job` and `incarnation` are on the
+envelope, `round` and `life` on every state.
+"""
+
+from enum import Enum
+
+import msgspec
+
+from .faults import Fault
+from .names import NO_ROUND, AgentName, ProcessId, Slot
+from .settings import Settings
+
+PROTOCOL_VERSION = 1
+
+
+class Stage(str, Enum):
+    """Where the process in a slot stands."""
+
+    STARTING = "starting"
+    """Spawned; has not reached the gate."""
+    GATE = "gate"
+    """Waits for a seat: a fresh process, a reserve, or a rank that has quiesced after `round`."""
+    RUNNING = "running"
+    """Inside the training function, in `round`."""
+    RETURNED = "returned"
+    """The training function of `round` returned; waits for the others."""
+    OUTSIDE = "outside"
+    """Released after a completed round: runs the trainer's own code, and will exit or come to the gate again."""
+    DYING = "dying"
+    """The kernel is tearing the process down: it will do nothing more, but its memory and devices are not yet free."""
+    GONE = "gone"
+    """The process is dead."""
+
+
+class ExitRecord(msgspec.Struct, frozen=True, omit_defaults=True):
+    """How a process ended.
+
+    code: its exit code, or minus the signal. oom: the kernel's OOM killer did it.
+    killed_by: why we killed it, empty if we did not. stderr: its last lines.
+    """
+
+    code: int
+    oom: bool = False
+    killed_by: str = ""
+    stderr: str = ""
+
+
+class SlotState(msgspec.Struct, frozen=True, omit_defaults=True):
+    """All that is known of one slot.
+
+    life: which process (1, 2, ...). round: the last round that it entered. port: TCP port that this process holds open for
+    the next round's rendezvous store, valid at the gate. step: last step reached, -1 unknown.
+    fault: the first fault of this process in `round`, kept until it enters another one. exit: set when stage is GONE.
+    """
+
+    slot: Slot
+    index: int
+    life: int
+    stage: Stage
+    round: int = NO_ROUND
+    port: int = 0
+    step: int = -1
+    pid: int = 0
+    fault: Fault | None = None
+    exit: ExitRecord | None = None
+
+
+# ---- agent -> controller --------------------------------------------------------------------------------------
+
+
+class Hello(msgspec.Struct, frozen=True, tag="hello", omit_defaults=True):
+    """First message after every connect: who I am and all that I know.
+
+    order: where this agent's ranks stand in the initial rank order (SLURM_PROCID, else 0; ties are broken by name).
+    group: nodes that are near each other (a switch, a rack); empty if unknown.
+    expected: how many agents the launcher started, 0 if it does not say. address: where peers reach this host.
+    incarnation: the highest controller incarnation that this agent has obeyed.
+    pending: states that no controller has acknowledged, oldest first; they precede `slots`.
+    """
+
+    version: int
+    agent: AgentName
+    node: str
+    host: str
+    address: str
+    order: int
+    expected: int
+    process: ProcessId
+    incarnation: int
+    slots: tuple[SlotState, ...]
+    pending: tuple[SlotState, ...] = ()
+    group: str = ""
+
+
+class Report(msgspec.Struct, frozen=True, tag="report"):
+    """Slots whose state changed, in the order in which it did."""
+
+    slots: tuple[SlotState, ...]
+
+
+class Beat(msgspec.Struct, frozen=True, tag="beat", omit_defaults=True):
+    """The agent lives, and its ranks' progress: slot index -> (step, seconds since the last progress)."""
+
+    ranks: tuple[tuple[int, int, float], ...] = ()
+
+
+class StopRequest(msgspec.Struct, frozen=True, tag="stop"):
+    """Somebody asked this agent to end the job (a signal, an operator)."""
+
+    code: int
+    reason: str
+
+
+class Remark(msgspec.Struct, frozen=True, tag="remark", omit_defaults=True):
+    """A line for the job's log. Not acknowledged: a lost one changes nothing."""
+
+    event: str
+    text: str
+    level: str = "info"
+    slot: str = ""
+
+
+class Acknowledge(msgspec.Struct, frozen=True, tag="ack"):
+    """Says nothing but what its envelope does: how far everything has arrived. Goes both ways."""
+
+
+# ---- controller -> agent --------------------------------------------------------------------------------------
+
+
+class Phase(str, Enum):
+    """What an agent should be doing."""
+
+    HOLD = "hold"
+    """Keep processes at the gate."""
+    RUN = "run"
+    """Seated processes run `round`."""
+    ABORT = "abort"
+    """`round` is over: bring every process that runs it to the gate."""
+    RELEASE = "release"
+    """`round` is complete: its function's value is returned to the trainer, and reserves leave the gate."""
+    END = "end"
+    """The job is over, with `code`."""
+
+
+class Seat(msgspec.Struct, frozen=True, array_like=True):
+    """One slot's place in a round. `life` fences: another process in that slot must not take the seat."""
+
+    slot: Slot
+    life: int
+    rank: int
+
+
+class Kill(msgspec.Struct, frozen=True, array_like=True):
+    slot: Slot
+    life: int
+    why: str
+
+
+class Directive(msgspec.Struct, frozen=True, tag="directive", omit_defaults=True):
+    """All that one agent should be doing; it replaces every earlier one.
+
+    seats: this agent's seats of `round`. kill: processes to kill now. lives: slot -> the life that should be there: an agent
+    that has an earlier one, dead, spawns the next. cause: one line that says why the round ends or the job ends.
+    """
+
+    round: int
+    phase: Phase
+    seats: tuple[Seat, ...] = ()
+    world_size: int = 0
+    master_addr: str = ""
+    master_port: int = 0
+    kill: tuple[Kill, ...] = ()
+    lives: dict[Slot, int] = {}
+    cause: str = ""
+    code: int = 0
+
+
+class Welcome(msgspec.Struct, frozen=True, tag="welcome"):
+    """The controller accepts the agent. `settings` are the job's, so that no rank disagrees."""
+
+    incarnation: int
+    settings: Settings
+
+
+class Refused(msgspec.Struct, frozen=True, tag="refused"):
+    """The controller does not want this agent; it must not try again. The reason is for people."""
+
+    reason: str
+
+
+FromAgent = Hello | Report | Beat | StopRequest | Remark | Acknowledge
+FromController = Welcome | Directive | Refused | Acknowledge

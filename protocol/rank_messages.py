@@ -1,0 +1,101 @@
+"""Every message between an agent and the worker runtime in one of its ranks.
+
+They travel over a private pair of connected SOCK_SEQPACKET sockets, inherited by the rank: one message a packet, ordered,
+never lost while both live, and the kernel tells each side at once when the other is gone.
+"""
+
+import msgspec
+
+from .faults import Fault
+from .names import NO_ROUND
+
+RANK_MESSAGE_LIMIT = 131_072
+"""Bytes of the largest packet."""
+
+# ---- rank -> agent --------------------------------------------------------------------------------------------
+
+
+class Ready(msgspec.Struct, frozen=True, tag="ready", omit_defaults=True):
+    """At the gate. round: the last one entered. port: held open for the next round's store.
+
+    fault: why this process came back from `round`; None if it was merely interrupted, or never ran.
+    where: `file:line` at which the interrupt found the main thread; in_collective: whether that was inside a collective.
+    swallowed: `file:line`s that caught the interrupt and went on. timings: seconds spent in abort, unwind, finalize, health.
+    """
+
+    round: int = NO_ROUND
+    port: int = 0
+    fault: Fault | None = None
+    where: str = ""
+    in_collective: bool = False
+    swallowed: tuple[str, ...] = ()
+    timings: dict[str, float] = {}
+
+
+class Entered(msgspec.Struct, frozen=True, tag="entered"):
+    """The training function is entered for `round`."""
+
+    round: int
+
+
+class Raised(msgspec.Struct, frozen=True, tag="raised"):
+    """The training function failed. Comes before the clean-up, so that peers learn of it at once; `Ready` follows."""
+
+    fault: Fault
+
+
+class Returned(msgspec.Struct, frozen=True, tag="returned"):
+    """The training function of `round` returned."""
+
+    round: int
+
+
+class Leaving(msgspec.Struct, frozen=True, tag="leaving"):
+    """Last words: this process is about to exit, on its own will. `fault` says why, if the training function was left."""
+
+    code: int
+    fault: Fault | None = None
+
+
+class Note(msgspec.Struct, frozen=True, tag="note"):
+    """A line for the log."""
+
+    level: str
+    text: str
+
+
+# ---- agent -> rank --------------------------------------------------------------------------------------------
+
+
+class Enter(msgspec.Struct, frozen=True, tag="enter", omit_defaults=True):
+    """Take this seat: set the environment and call the training function.
+
+    rank is RESERVE for a process that stays at the gate.
+    """
+
+    round: int
+    rank: int
+    world_size: int
+    local_rank: int
+    local_world_size: int
+    master_addr: str
+    master_port: int
+    job: str
+
+
+class Interrupt(msgspec.Struct, frozen=True, tag="interrupt"):
+    """Round `round` is over: abort communicators, leave the training function, come to the gate."""
+
+    round: int
+    cause: str
+
+
+class Finish(msgspec.Struct, frozen=True, tag="finish"):
+    """The job is over. A process whose function returned, and a reserve with code 0, return from the decorator; the others exit with `code`."""
+
+    code: int
+    reason: str
+
+
+FromRank = Ready | Entered | Raised | Returned | Leaving | Note
+ToRank = Enter | Interrupt | Finish

@@ -1,0 +1,61 @@
+"""What the tests of process supervision share. Each test must leave no child and no descriptor behind."""
+
+import os
+import secrets
+import sys
+from collections.abc import Awaitable, Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import trio
+
+from perdure.worker_runtime.agent.reaper import become_subreaper, children, reaper
+
+
+@pytest.fixture(scope="session", autouse=True)
+def subreaper() -> None:
+    become_subreaper()
+
+
+@pytest.fixture
+def env() -> dict[str, str]:
+    """A rank's environment, with a token of this test's own."""
+    return {**os.environ, "PERDURE_TOKEN": secrets.token_hex(8), "PYTHONDONTWRITEBYTECODE": "1"}
+
+
+@pytest.fixture
+def python(tmp_path: Path) -> Callable[[str], list[str]]:
+    """A command that runs this source, quickly."""
+
+    def command(source: str) -> list[str]:
+        path = tmp_path / f"{secrets.token_hex(4)}.py"
+        path.write_text(source)
+        return [sys.executable, "-S", str(path)]
+
+    return command
+
+
+@pytest.fixture
+def run() -> Iterator[Callable[[Callable[[], Awaitable[Any]]], Any]]:
+    """Runs an async function beside the reaper, for 30 s at most, and checks that it left nothing."""
+
+    def runner(function: Callable[[], Awaitable[Any]]) -> Any:
+        async def main() -> Any:
+            with trio.fail_after(30):
+                async with trio.open_nursery() as nursery:
+                    await nursery.start(reaper)
+                    result = await function()
+                    with trio.move_on_after(2.0):
+                        while children():  # The reaper is about to bury the last orphans.
+                            await trio.sleep(0.002)
+                    nursery.cancel_scope.cancel()
+            return result
+
+        before = set(os.listdir("/proc/self/fd"))
+        result = trio.run(main)
+        assert len(set(os.listdir("/proc/self/fd")) - before) == 0
+        return result
+
+    yield runner
+    assert children() == []

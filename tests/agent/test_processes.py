@@ -1,0 +1,390 @@
+"""Real processes: starting them, learning of their end, ending them."""
+
+import os
+import select
+import signal
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import trio
+
+from perdure.protocol.names import Slot, is_alive
+from perdure.worker_runtime.agent import processes
+from perdure.worker_runtime.agent.processes import (
+    KILLED,
+    TERMINATED,
+    RankProcess,
+    SpawnError,
+    finish,
+    kill,
+    kill_tree_now,
+    spawn,
+    wait_exit,
+)
+from perdure.worker_runtime.agent.stderr_tail import KEEP_BYTES, KEEP_LINES, Outlet, StderrTail
+from perdure.worker_runtime.agent.tree import is_exiting, is_living, read_entry
+
+Run = Callable[[Callable[[], Any]], Any]
+Python = Callable[[str], list[str]]
+SLOT = Slot("n0/3")
+
+
+async def line_from(process: RankProcess) -> str:
+    """The next packet that the rank sends."""
+    await trio.lowlevel.wait_readable(process.sock)
+    return process.sock.recv(65536).decode()
+
+
+async def until(condition: Callable[[], bool], within_s: float = 5.0) -> None:
+    """For what the kernel tells nobody."""
+    with trio.fail_after(within_s):
+        while not condition():
+            await trio.sleep(0.002)
+
+
+HELLO = """
+import os, socket
+sock = socket.socket(fileno=int(os.environ["PERDURE_RANK_FD"]))
+def say(text): sock.send(str(text).encode())
+"""
+
+
+def test_every_exit_code_and_signal_is_told(run: Run, env: dict[str, str]) -> None:
+    async def one(script: str, wanted: int, limit: trio.CapacityLimiter) -> None:
+        async with limit:
+            process = await spawn(["/bin/sh", "-c", script], SLOT, 1, env)
+            assert await wait_exit(process) == wanted
+            assert await wait_exit(process) == wanted
+            assert await finish(process, 0.1) == TERMINATED
+            assert process.code == wanted
+
+    async def main() -> None:
+        limit = trio.CapacityLimiter(8)
+        async with trio.open_nursery() as nursery:
+            for code in range(0, 256, 5):
+                nursery.start_soon(one, f"exit {code}", code, limit)
+            for number in (signal.SIGKILL, signal.SIGTERM, signal.SIGSEGV, signal.SIGABRT, signal.SIGUSR1):
+                nursery.start_soon(one, f"ulimit -c 0; kill -{int(number)} $$", -number, limit)
+
+    run(main)
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (None, "not on PATH"),
+        ("missing", "no such program"),
+        ("plain", "not executable"),
+        ("text", "interpreter"),
+    ],
+)
+def test_a_command_that_cannot_start_is_one_clear_error(
+    run: Run, env: dict[str, str], tmp_path: Path, make: str | None, words: str
+) -> None:
+    program = tmp_path / "program"
+    if make in ("plain", "text"):
+        program.write_text("no script")
+        program.chmod(0o755 if make == "text" else 0o644)
+
+    async def main() -> None:
+        with pytest.raises(SpawnError, match=words) as caught:
+            await spawn([str(program) if make else "no-such-program"], SLOT, 1, env)
+        assert SLOT in str(caught.value)
+
+    run(main)
+
+
+def test_a_rank_without_token_is_refused(run: Run) -> None:
+    async def main() -> None:
+        with pytest.raises(ValueError, match="PERDURE_TOKEN"):
+            await spawn(["true"], SLOT, 1, {})
+
+    run(main)
+
+
+def test_what_a_rank_inherits(run: Run, env: dict[str, str], python: Python) -> None:
+    source = (
+        HELLO
+        + """
+names = {fd: os.readlink("/proc/self/fd/" + fd) for fd in os.listdir("/proc/self/fd") if os.path.exists("/proc/self/fd/" + fd)}
+page = os.environ["PERDURE_BEAT_FD"]
+extra = set(names) - {"0", "1", "2", page, str(sock.fileno())}
+say((os.getsid(0) == os.getpid(), names["0"], "memfd" in names[page], sorted(extra), os.environ["PERDURE_SLOT"],
+     os.environ["PERDURE_LIFE"]))
+"""
+    )
+
+    async def main() -> None:
+        leak = os.open("/dev/null", os.O_RDONLY)
+        process = await spawn(python(source), SLOT, 4, env)
+        os.close(leak)
+        told = await line_from(process)
+        assert told == str((True, "/dev/null", True, [], "n0/3", "4"))
+        assert await wait_exit(process) == 0
+        assert process.sock.recv(10) == b""
+        assert not is_alive(process.identity)
+        await finish(process, 0)
+
+    run(main)
+
+
+def test_stderr_without_newlines_is_bounded_and_passed_on(
+    run: Run, env: dict[str, str], python: Python, tmp_path: Path
+) -> None:
+    source = "import os\nfor i in range(500): os.write(2, b'x' * 10000)\nos.write(2, b'\\xff\\xfe the end')\nos._exit(3)"
+
+    async def main() -> None:
+        outlet = Outlet(str(tmp_path))
+        process = await spawn(python(source), SLOT, 1, env, outlets=(outlet,))
+        assert await wait_exit(process) == 3
+        await finish(process, 0)
+        text = process.stderr.text()
+        assert text.endswith("xxx\\xff\\xfe the end")
+        assert len(text) <= KEEP_BYTES + 20
+        assert process.stderr.total == 5_000_010
+        outlet.close(5.0)
+        assert (tmp_path / "n0-3.1.stderr").stat().st_size + outlet.dropped == 5_000_010
+
+    run(main)
+
+
+def test_only_the_last_lines_and_the_last_state_of_a_progress_bar_are_kept(run: Run) -> None:
+    async def main() -> None:
+        read, write = os.pipe()
+        tail = StderrTail(read, "x")
+        os.write(write, b"".join(b"line %d\r\n" % i for i in range(300)) + b"10%\r50%\r100%\n")
+        os.close(write)
+        await tail.pump()
+        lines = tail.text().split("\n")
+        assert lines[-1] == "100%"
+        assert lines[-2] == "line 299"
+        assert len(lines) <= KEEP_LINES
+        tail.close()
+
+    run(main)
+
+
+def test_a_full_disk_or_a_missing_folder_costs_only_the_copy(tmp_path: Path) -> None:
+    (tmp_path / "full").symlink_to("/dev/full")
+    outlet = Outlet(str(tmp_path))
+    outlet.put("full", b"12345")
+    outlet.put("good", b"123")
+    outlet.close(5.0)
+    assert outlet.dropped == 5
+    assert "No space left" in outlet.error
+    assert (tmp_path / "good").read_bytes() == b"123"
+    gone = Outlet(str(tmp_path / "nowhere"))
+    gone.put("a", b"12")
+    gone.close(5.0)
+    assert gone.dropped == 2
+
+
+def test_a_reader_that_stalls_never_stalls_us(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "stuck")
+    outlet = Outlet(str(tmp_path))
+    started = time.monotonic()
+    for _ in range(100):
+        outlet.put("stuck", bytes(100_000))
+    outlet.close(0.05)
+    assert time.monotonic() - started < 1.0
+    assert outlet.dropped > 0
+    # Let the thread go: it sits in the open of a FIFO that nobody reads.
+    reader = os.open(tmp_path / "stuck", os.O_RDONLY)
+    while os.read(reader, 1 << 20):
+        pass
+    os.close(reader)
+
+
+def test_a_grandchild_that_holds_stderr_does_not_delay_the_news(run: Run, env: dict[str, str]) -> None:
+    async def main() -> None:
+        process = await spawn(["/bin/sh", "-c", "sleep 60 & echo last words >&2; exit 9"], SLOT, 1, env)
+        started = time.monotonic()
+        assert await wait_exit(process) == 9
+        assert time.monotonic() - started < 2.0
+        assert process.stderr.text() == "last words"
+        assert len(process.family()) == 1
+        assert await finish(process, 1.0) == TERMINATED
+        assert process.family() == []
+
+    run(main)
+
+
+FAMILY = (
+    HELLO
+    + """
+import signal, time
+def child(own_session, orphan, deaf):
+    if os.fork() == 0:
+        if own_session: os.setsid()
+        if orphan and os.fork(): os._exit(0)
+        if deaf: signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        say(os.getpid())
+        time.sleep(60)
+        os._exit(0)
+child(False, False, False)
+child(True, False, True)
+child(True, True, False)
+child(True, True, True)
+"""
+)
+
+
+@pytest.mark.parametrize("end", ["exits", "killed", "lives"])
+def test_the_whole_tree_goes(run: Run, env: dict[str, str], python: Python, end: str) -> None:
+    """Children in the same session, in their own, orphans in their own, deaf to SIGTERM or not."""
+    source = FAMILY + ("say('done')\n" if end == "exits" else "say('done'); time.sleep(60)\n")
+
+    async def main() -> None:
+        process = await spawn(python(source), SLOT, 1, env)
+        told = [await line_from(process) for _ in range(5)]
+        keys = [e.key for pid in told if pid != "done" and (e := read_entry(int(pid))) is not None]
+        assert len(keys) == 4
+        if end == "lives":
+            assert await kill(process, 0.1) == KILLED
+            assert await wait_exit(process) == -signal.SIGTERM
+        else:
+            if end == "killed":
+                os.kill(process.pid, signal.SIGKILL)
+            assert await wait_exit(process) == (0 if end == "exits" else -9)
+            assert sum(is_living(key) for key in keys) == 4
+        result = await finish(process, 0.1)
+        assert result == (TERMINATED if end == "lives" else KILLED)
+        assert not any(is_living(key) for key in keys)
+
+    run(main)
+
+
+def test_another_rank_and_another_life_are_left_alone(run: Run, env: dict[str, str], python: Python) -> None:
+    async def main() -> None:
+        ranks = [
+            await spawn(python(FAMILY + "time.sleep(60)"), slot, life, env)
+            for slot, life in ((SLOT, 1), (SLOT, 2), (Slot("n0/4"), 1))
+        ]
+        for process in ranks:
+            for _ in range(4):
+                await line_from(process)
+        await until(lambda: [len(process.family()) for process in ranks] == [5, 5, 5])
+        assert await kill_tree_now(ranks[0]) == KILLED
+        assert [len(process.family()) for process in ranks] == [0, 5, 5]
+        for process in ranks:
+            await finish(process, 0)
+
+    run(main)
+
+
+def test_a_stopped_rank_runs_its_handler_first(run: Run, env: dict[str, str], python: Python) -> None:
+    source = HELLO + "import signal, time\nsignal.signal(signal.SIGTERM, lambda *_: os._exit(44))\nsay('up')\ntime.sleep(60)"
+
+    async def main() -> None:
+        process = await spawn(python(source), SLOT, 1, env)
+        await line_from(process)
+        os.kill(process.pid, signal.SIGSTOP)
+        assert await kill(process, 5.0) == TERMINATED
+        assert await wait_exit(process) == 44
+        await finish(process, 0)
+
+    run(main)
+
+
+def test_a_cancelled_kill_kills_at_once(run: Run, env: dict[str, str], python: Python) -> None:
+    async def main() -> None:
+        process = await spawn(python(FAMILY + "time.sleep(60)"), SLOT, 1, env)
+        for _ in range(4):
+            await line_from(process)
+        with trio.move_on_after(0.05):
+            await kill(process, 30.0)
+        await until(lambda: process.family() == [])
+        with trio.move_on_after(0):
+            await finish(process, 1.0)
+        assert process.finished
+
+    run(main)
+
+
+def test_a_cancelled_wait_loses_nothing(run: Run, env: dict[str, str]) -> None:
+    async def main() -> None:
+        process = await spawn(["/bin/sh", "-c", "echo one >&2; read x <&$PERDURE_RANK_FD; echo two >&2; exit 5"], SLOT, 1, env)
+        with trio.move_on_after(0.1):
+            await wait_exit(process)
+        process.sock.send(b"go\n")
+        assert await wait_exit(process) == 5
+        assert process.stderr.text() == "one\ntwo"
+        await finish(process, 0)
+
+    run(main)
+
+
+def test_thirty_lives_leave_nothing(run: Run, env: dict[str, str]) -> None:
+    async def main() -> None:
+        before = len(os.listdir("/proc/self/fd"))
+        for life in range(30):
+            process = await spawn(["/bin/sh", "-c", "sleep 60 & sleep 60"], SLOT, life, env)
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(wait_exit, process)
+                await kill(process, 0.2 if life % 2 else 0)
+            assert process.code in (-15, -9)
+            await finish(process, 0)
+        assert len(os.listdir("/proc/self/fd")) == before
+
+    run(main)
+
+
+def test_dying_is_seen_long_before_death(
+    run: Run, env: dict[str, str], python: Python, record_property: Callable[[str, object], None]
+) -> None:
+    """SIGKILL of a process with much memory: the flag first, the socket and the pidfd only when the memory is torn down."""
+    source = HELLO + "import time\nb = bytearray(800 << 20)\nfor i in range(0, len(b), 4096): b[i] = 1\nsay('up')\ntime.sleep(60)"
+
+    async def main() -> None:
+        process = await spawn(python(source), SLOT, 1, env)
+        await line_from(process)
+        assert not process.is_exiting()
+        times: dict[str, float] = {}
+        poll = select.poll()
+        poll.register(process.pidfd, select.POLLIN)
+        poll.register(process.sock, select.POLLIN)
+        start = time.perf_counter()
+        os.kill(process.pid, signal.SIGKILL)
+        while len(times) < 3:  # A busy loop on purpose: it measures.
+            if is_exiting(process.pid):
+                times.setdefault("flag", time.perf_counter() - start)
+            for descriptor, _ in poll.poll(0):
+                times.setdefault("pidfd" if descriptor == process.pidfd else "socket", time.perf_counter() - start)
+        for name, seconds in times.items():
+            record_property(name, seconds)
+        print({name: f"{1000 * seconds:.2f} ms" for name, seconds in times.items()}, file=sys.stderr)
+        assert times["flag"] < min(times["socket"], times["pidfd"]) / 2
+        assert await wait_exit(process) == -9
+        await finish(process, 0)
+
+    run(main)
+
+
+def test_a_process_that_dumps_core_counts_as_exiting(run: Run, env: dict[str, str]) -> None:
+    async def main() -> None:
+        process = await spawn(["/bin/sh", "-c", "ulimit -c 0; kill -ABRT $$"], SLOT, 1, env)
+        assert await wait_exit(process) == -signal.SIGABRT
+        assert process.is_exiting()
+        assert is_exiting(process.pid)  # A zombie.
+        await finish(process, 0)
+        assert is_exiting(process.pid)  # Nobody.
+
+    run(main)
+
+
+def test_unkillable_is_said(run: Run, env: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """No process here can withstand SIGKILL, so the signal is kept from it."""
+    monkeypatch.setattr(processes, "KILL_WAIT_S", 0.1)
+
+    async def main() -> None:
+        process = await spawn(["sleep", "60"], SLOT, 1, env)
+        with monkeypatch.context() as patch:
+            patch.setattr(processes, "kill_all", lambda find: [entry.key for entry in find()])
+            assert await kill_tree_now(process) == processes.UNKILLABLE
+        await finish(process, 0)
+
+    run(main)

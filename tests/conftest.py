@@ -1,0 +1,25 @@
+"""Skips what this machine cannot run, with the reason; a test that needs something says so with a marker."""
+
+import os
+import shutil
+
+import pytest
+
+
+def missing() -> dict[str, str]:
+    """Marker -> why its tests cannot run here."""
+    reasons: dict[str, str] = {}
+    if not os.environ.get("SLURM_CONF"):
+        reasons["slurm"] = "no Slurm cluster: SLURM_CONF is not set"
+    if os.geteuid() != 0:
+        reasons["netns"] = "network namespaces need root"
+    elif not shutil.which("ip"):
+        reasons["netns"] = "network namespaces need the ip command (iproute2)"
+    return reasons
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for marker, reason in missing().items():
+        for item in items:
+            if item.get_closest_marker(marker):
+                item.add_marker(pytest.mark.skip(reason=reason))

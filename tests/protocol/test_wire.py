@@ -1,0 +1,527 @@
+"""The controller's and the agents' sockets over real TCP: joining, dying, returning, hostile and mistaken peers."""
+
+import os
+import pickle
+import resource
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import time
+from collections.abc import Awaitable, Callable
+
+import pytest
+import trio
+import zmq
+
+from perdure.protocol import wire
+from perdure.protocol.agent_socket import AgentEvent, AgentSocket
+from perdure.protocol.codec import MESSAGE_LIMIT
+from perdure.protocol.controller_socket import ControllerEvent, ControllerSocket, ensure_descriptors
+from perdure.protocol.keys import JobKeys, new_keys
+from perdure.protocol.socket import UnknownPeer
+from perdure.protocol.wire import Connected, Disconnected, HandshakeFailed, Received, WireError
+
+KEYS = new_keys()
+
+CHILD = """
+import sys, trio
+from perdure.protocol.agent_socket import AgentSocket
+from perdure.protocol.keys import keys_from_environment
+async def main():
+    agent = AgentSocket(keys_from_environment({"PERDURE_KEYS": sys.argv[2]}), heartbeat_timeout_s=4)
+    async with agent.running():
+        await agent.connect(sys.argv[1])
+        await agent.recv_many()
+        agent.send(b"hello")
+        await trio.sleep_forever()
+trio.run(main)
+"""
+
+
+def run(test: Callable[[], Awaitable[None]], within_s: float = 20.0) -> None:
+    async def bounded() -> None:
+        with trio.fail_after(within_s):
+            await test()
+
+    trio.run(bounded)
+
+
+def a_controller(keys: JobKeys | None = KEYS, heartbeat_timeout_s: float = 4.0, **options: object) -> ControllerSocket:
+    arguments: dict[str, object] = {"host": "127.0.0.1", "expected_agents": 10, **options}
+    return ControllerSocket(keys, heartbeat_timeout_s=heartbeat_timeout_s, **arguments)  # type: ignore[arg-type]
+
+
+def an_agent(keys: JobKeys | None = KEYS, heartbeat_timeout_s: float = 4.0) -> AgentSocket:
+    return AgentSocket(keys, heartbeat_timeout_s=heartbeat_timeout_s)
+
+
+async def next_event(agent: AgentSocket) -> AgentEvent:
+    """The one thing that happens next."""
+    (event,) = await agent.recv_many()
+    return event
+
+
+async def until(controller: ControllerSocket, wanted: Callable[[ControllerEvent], bool]) -> ControllerEvent:
+    while True:
+        for event in await controller.events():
+            if wanted(event):
+                return event
+
+
+async def join(controller: ControllerSocket, agent: AgentSocket) -> bytes:
+    """Connect and say hello; returns the agent's peer name."""
+    await agent.connect(controller.address)
+    assert await next_event(agent) == Connected()
+    assert agent.send(b"hello")
+    event = await until(controller, lambda event: isinstance(event, Received))
+    assert event == Received(agent.routing_id, b"hello")
+    return event.peer
+
+
+async def refusals(controller: ControllerSocket, count: int) -> dict[str, int]:
+    """Pump the controller until so many refusals were counted."""
+    async with trio.open_nursery() as nursery:
+
+        async def pump() -> None:
+            while True:
+                await controller.events()
+
+        nursery.start_soon(pump)
+        while controller.refusals.total() < count:
+            await trio.sleep(0.005)
+        nursery.cancel_scope.cancel()
+    return dict(controller.refusals)
+
+
+@pytest.mark.parametrize("keys", [KEYS, None])
+@pytest.mark.parametrize("host", ["127.0.0.1", "::1", "localhost"])
+def test_both_sides_talk_and_learn_of_the_end(keys: JobKeys | None, host: str) -> None:
+    async def test() -> None:
+        async with a_controller(keys, host=host).listening() as controller:
+            assert wire.split_address(controller.address)[0] == host
+            agent = an_agent(keys)
+            assert agent.send(b"nowhere to go") is False
+            async with agent.running():
+                peer = await join(controller, agent)
+                assert controller.peers == 1
+                for number in range(2_000):
+                    while not controller.send(peer, b"%d" % number):
+                        await trio.sleep(0.001)
+                received: list[AgentEvent] = []
+                while len(received) < 2_000:
+                    received.extend(await agent.recv_many())
+                assert received == [Received(b"", b"%d" % number) for number in range(2_000)]
+                assert agent.send(b"last words")
+            assert await controller.events() == [Received(peer, b"last words")]
+            assert await controller.events() == [Disconnected(peer)]
+            assert controller.peers == 0
+            with pytest.raises(UnknownPeer):
+                controller.send(peer, b"too late")
+            assert not controller.refusals
+
+    run(test)
+
+
+def test_a_killed_process_is_noticed_in_milliseconds() -> None:
+    async def test() -> None:
+        async with a_controller().listening() as controller:
+            child = subprocess.Popen([sys.executable, "-c", CHILD, controller.address, KEYS.text()])
+            try:
+                hello = await until(controller, lambda event: isinstance(event, Received))
+                assert child.poll() is None
+                started = time.monotonic()
+                child.send_signal(signal.SIGKILL)
+                assert await controller.events() == [Disconnected(hello.peer)]
+                assert time.monotonic() - started < 1.0
+            finally:
+                child.kill()
+                child.wait()
+
+    run(test)
+
+
+def test_a_frozen_process_is_noticed_by_heartbeat() -> None:
+    async def test() -> None:
+        async with a_controller(heartbeat_timeout_s=0.4).listening() as controller:
+            child = subprocess.Popen([sys.executable, "-c", CHILD, controller.address, KEYS.text()])
+            try:
+                hello = await until(controller, lambda event: isinstance(event, Received))
+                with trio.move_on_after(1.0) as quiet:
+                    await controller.events()
+                assert quiet.cancelled_caught, "a healthy peer stays connected"
+                child.send_signal(signal.SIGSTOP)
+                started = time.monotonic()
+                assert await controller.events() == [Disconnected(hello.peer)]
+                assert 0.2 < time.monotonic() - started < 2.0
+            finally:
+                child.kill()
+                child.wait()
+
+    run(test)
+
+
+def test_an_agent_comes_back_to_a_controller_restarted_on_the_same_port() -> None:
+    async def test() -> None:
+        agent = an_agent()
+        async with agent.running():
+            port = 0
+            for life in range(4):
+                async with a_controller(port=port).listening() as controller:
+                    port = wire.split_address(controller.address)[1]
+                    if life == 0:
+                        await agent.connect(controller.address)
+                    assert await next_event(agent) == Connected()
+                    assert agent.send(b"life %d" % life)
+                    assert await controller.events() == [Received(agent.routing_id, b"life %d" % life)]
+                    assert controller.send(agent.routing_id, b"welcome %d" % life)
+                    assert await next_event(agent) == Received(b"", b"welcome %d" % life)
+                assert await next_event(agent) == Disconnected(b"")
+                assert agent.send(b"lost for ever") is False
+
+    run(test)
+
+
+def test_an_agent_moves_to_another_controller() -> None:
+    async def test() -> None:
+        async with a_controller().listening() as first, a_controller().listening() as second:
+            agent = an_agent()
+            async with agent.running():
+                await join(first, agent)
+                await agent.connect(second.address)
+                assert await until(first, lambda event: isinstance(event, Disconnected))
+                events: list[AgentEvent] = []
+                while Connected() not in events:
+                    events.extend(await agent.recv_many())
+                assert events == [Disconnected(b""), Connected()]
+                assert agent.send(b"hello")
+                assert await second.events() == [Received(agent.routing_id, b"hello")]
+                with pytest.raises(UnknownPeer):
+                    first.send(agent.routing_id, b"x")
+
+    run(test)
+
+
+def test_a_newer_connection_of_a_peer_takes_over() -> None:
+    """After a network cut the old connection looks alive for a while; the agent must be heard by its new one at once."""
+
+    async def test() -> None:
+        async with a_controller().listening() as controller:
+            old, new = an_agent(), an_agent()
+            new.routing_id = old.routing_id
+            new._dealer.raw.setsockopt(zmq.ROUTING_ID, old.routing_id)
+            async with old.running(), new.running():
+                await join(controller, old)
+                peer = await join(controller, new)
+                assert controller.send(peer, b"to the new one")
+                assert await next_event(new) == Received(b"", b"to the new one")
+            events = await controller.events()
+            assert events == [Disconnected(peer)]
+
+    run(test)
+
+
+def test_a_thousand_short_lived_peers_are_each_told_once() -> None:
+    """Descriptors are reused all the time; whoever said hello is reported gone exactly once, after its hello."""
+    rounds, width = 25, 16
+
+    async def test() -> None:
+        heard: list[bytes] = []
+        gone: list[bytes] = []
+        async with a_controller(None).listening() as controller, trio.open_nursery() as nursery:
+            finished = trio.Event()
+
+            async def watch() -> None:
+                while len(gone) < rounds * width:
+                    for event in await controller.events():
+                        if isinstance(event, Received):
+                            heard.append(event.peer)
+                        else:
+                            assert event.peer in heard
+                            gone.append(event.peer)
+                finished.set()
+
+            async def live(context: "zmq.Context[zmq.Socket[bytes]]") -> None:
+                agent = AgentSocket(None, heartbeat_timeout_s=4, context=context)
+                async with agent.running():
+                    await agent.connect(controller.address)
+                    assert await next_event(agent) == Connected()
+                    assert agent.send(b"hello")
+                    while agent.routing_id not in heard:
+                        await trio.sleep(0.001)
+
+            nursery.start_soon(watch)
+            context = wire.new_context()
+            for _ in range(rounds):
+                async with trio.open_nursery() as lives:
+                    for _ in range(width):
+                        lives.start_soon(live, context)
+            await finished.wait()
+            await wire.end_context(context)
+        assert sorted(gone) == sorted(set(heard))
+
+    run(test)
+
+
+# ---- hostile and mistaken peers -------------------------------------------------------------------------------
+
+GREETING = b"\xff" + bytes(8) + b"\x7f\x03\x00" + b"NULL".ljust(20, b"\0") + b"\0" + bytes(31)
+
+HOSTILE = {
+    "garbage": os.urandom(512),
+    "http": b"GET / HTTP/1.1\r\nHost: x\r\n\r\n",
+    "pickle": pickle.dumps({"stop": True}) * 20,
+    "zeros": bytes(500),
+    "plain greeting and 400 MB header": GREETING + b"\x02" + struct.pack(">Q", 400 << 20),
+    "half a greeting": GREETING[:11],
+    "nothing": b"",
+}
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+@pytest.mark.parametrize("keys", [KEYS, None])
+def test_foreign_bytes_are_refused_and_counted_and_disturb_nobody(name: str, keys: JobKeys | None) -> None:
+    async def test() -> None:
+        async with a_controller(keys).listening() as controller:
+            agent = an_agent(keys)
+            async with agent.running():
+                peer = await join(controller, agent)
+                for _ in range(3):
+                    stream = await trio.open_tcp_stream("127.0.0.1", wire.split_address(controller.address)[1])
+                    async with stream:
+                        try:
+                            await stream.send_all(HOSTILE[name])
+                        except trio.BrokenResourceError:
+                            pass  # cut while sending is what should happen
+                assert sum((await refusals(controller, 3)).values()) == 3
+                assert controller.send(peer, b"still here?")
+                assert await next_event(agent) == Received(b"", b"still here?")
+                assert agent.send(b"yes")
+                assert await controller.events() == [Received(peer, b"yes")]
+
+    run(test)
+
+
+def test_a_frame_too_long_is_cut_at_its_header() -> None:
+    """Even from one who holds the keys; memory does not grow by what the header promises."""
+
+    async def test() -> None:
+        async with a_controller(None).listening() as controller:
+            stream = await trio.open_tcp_stream("127.0.0.1", wire.split_address(controller.address)[1])
+            async with stream:
+                ready = b"\x05READY\x0bSocket-Type" + struct.pack(">I", 6) + b"DEALER\x08Identity" + struct.pack(">I", 1) + b"x"
+                await stream.send_all(GREETING + b"\x04" + bytes([len(ready)]) + ready + b"\x00\x05hello")
+                assert await controller.events() == [Received(b"x", b"hello")]
+                before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+                await stream.send_all(b"\x02" + struct.pack(">Q", 400 << 20) + bytes(100_000))
+                assert await controller.events() == [Disconnected(b"x")]
+                assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 50_000
+
+    run(test)
+
+
+def test_the_longest_frame_arrives_and_many_frames_in_one_message_are_refused() -> None:
+    async def test() -> None:
+        async with a_controller().listening() as controller:
+            agent = an_agent()
+            async with agent.running():
+                peer = await join(controller, agent)
+                assert agent.send(bytes(MESSAGE_LIMIT))
+                assert await controller.events() == [Received(peer, bytes(MESSAGE_LIMIT))]
+                assert agent._dealer.send_nowait([b"two", b"frames"])
+                assert agent.send(b"one")
+                assert await until(controller, lambda event: True) == Received(peer, b"one")
+                assert controller.refusals == {"not one frame": 1}
+
+    run(test)
+
+
+@pytest.mark.parametrize(
+    ("keys", "reason"),
+    [
+        (None, "no CURVE"),
+        (JobKeys(KEYS.server_public, KEYS.server_secret, new_keys().client_public, ""), "key refused"),
+        (new_keys(), "left during the handshake"),
+    ],
+)
+def test_a_peer_with_other_keys_never_says_a_word(keys: JobKeys | None, reason: str) -> None:
+    if keys is not None and not keys.client_secret:
+        public, secret = zmq.curve_keypair()
+        keys = JobKeys(keys.server_public, keys.server_secret, public.decode(), secret.decode())
+
+    async def test() -> None:
+        async with a_controller().listening() as controller:
+            agent = an_agent(keys)
+            async with agent.running():
+                await agent.connect(controller.address)
+                assert isinstance(await next_event(agent), HandshakeFailed)
+                assert agent.send(b"let me in") is False
+                counted = await refusals(controller, 1)
+                assert set(counted) <= {reason, "ended without a message"}
+                assert counted
+                assert controller.peers == 0
+
+    run(test)
+
+
+def test_silent_connections_do_not_keep_agents_out() -> None:
+    async def test() -> None:
+        async with a_controller().listening() as controller:
+            address = ("127.0.0.1", wire.split_address(controller.address)[1])
+            silent = [socket.create_connection(address) for _ in range(200)]
+            try:
+                agent = an_agent()
+                async with agent.running():
+                    await join(controller, agent)
+            finally:
+                for connection in silent:
+                    connection.close()
+
+    run(test)
+
+
+# ---- closing --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("first", ["controller", "agent"])
+def test_closing_is_quick_in_either_order_with_frames_under_way(first: str) -> None:
+    async def test() -> None:
+        controller, agent = a_controller(), an_agent()
+        await controller.bind()
+        async with trio.open_nursery() as nursery:
+            scopes = {"controller": trio.CancelScope(), "agent": trio.CancelScope()}
+            done = {"controller": trio.Event(), "agent": trio.Event()}
+
+            async def serve(name: str, run: Callable[[], Awaitable[None]]) -> None:
+                with scopes[name]:
+                    await run()
+                done[name].set()
+
+            nursery.start_soon(serve, "controller", controller.run)
+            nursery.start_soon(serve, "agent", agent.run)
+            peer = await join(controller, agent)
+            for _ in range(500):
+                controller.send(peer, bytes(10_000))
+                agent.send(bytes(10_000))
+            second = "agent" if first == "controller" else "controller"
+            for name in (first, second):
+                started = time.monotonic()
+                scopes[name].cancel()
+                await done[name].wait()
+                assert time.monotonic() - started < 1.0
+            with pytest.raises(trio.ClosedResourceError):
+                await controller.events()
+            with pytest.raises(trio.ClosedResourceError):
+                await agent.recv_many()
+
+    run(test)
+
+
+def test_an_agent_whose_controller_was_never_there_closes_quickly() -> None:
+    async def test() -> None:
+        for address in ("tcp://127.0.0.1:1", "tcp://192.0.2.77:9"):
+            agent = an_agent()
+            async with agent.running():
+                await agent.connect(address)
+                assert agent.send(b"anybody?") is False
+                started = time.monotonic()
+            assert time.monotonic() - started < 1.0
+
+    run(test)
+
+
+def test_nothing_is_left_open() -> None:
+    async def test() -> None:
+        async def once() -> None:
+            async with a_controller().listening() as controller:
+                agent = an_agent()
+                async with agent.running():
+                    await join(controller, agent)
+
+        await once()
+        before = (len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task")))
+        for _ in range(5):
+            await once()
+        assert (len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))) == before
+
+    run(test)
+
+
+# ---- mistakes at the start ------------------------------------------------------------------------------------
+
+
+def fails_to_bind(message: str, **options: object) -> None:
+    async def test() -> None:
+        with pytest.raises(WireError, match=message):
+            await a_controller(**options).bind()
+
+    run(test, within_s=8.0)
+
+
+def test_a_port_taken() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        fails_to_bind("another program has it; choose another port", port=taken.getsockname()[1])
+
+
+def test_a_host_that_is_unknown_or_elsewhere() -> None:
+    fails_to_bind("'no-such-host.invalid' cannot be resolved", host="no-such-host.invalid")
+    fails_to_bind("this host has no such address", host="198.51.100.7")
+
+
+def test_a_port_that_is_none() -> None:
+    for port in (-1, 65_536):
+        with pytest.raises(WireError, match="0 .any free port. to 65535"):
+            a_controller(port=port)
+
+
+@pytest.mark.parametrize("address", ["", "tcp://", "tcp://host", "tcp://host:0", "tcp://host:99999", "udp://host:1", "tcp://:5"])
+def test_an_address_that_is_none(address: str) -> None:
+    with pytest.raises(WireError, match="tcp://host:port"):
+        wire.split_address(address)
+
+
+def test_too_few_open_files_is_said_before_anything_starts() -> None:
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with pytest.raises(WireError, match=f"allows {hard} open files"):
+        ensure_descriptors(hard + 1)
+
+
+def test_the_soft_limit_of_open_files_is_raised_when_needed() -> None:
+    program = (
+        "import resource\n"
+        "from perdure.protocol.controller_socket import ensure_descriptors\n"
+        "resource.setrlimit(resource.RLIMIT_NOFILE, (256, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))\n"
+        "ensure_descriptors(1000)\n"
+        "print(resource.getrlimit(resource.RLIMIT_NOFILE)[0])\n"
+    )
+    assert subprocess.check_output([sys.executable, "-c", program]).strip() == b"1000"
+
+
+def test_where_a_host_is_reached_from() -> None:
+    async def test() -> None:
+        assert await wire.local_address("tcp://127.0.0.1:4242") == "127.0.0.1"
+        assert await wire.local_address("tcp://localhost:4242") in ("127.0.0.1", "::1")
+        assert await wire.local_address("tcp://[::1]:4242") == "::1"
+        with pytest.raises(WireError, match="cannot be resolved"):
+            await wire.local_address("tcp://no-such-host.invalid:1")
+
+    run(test)
+    assert wire.is_numeric(wire.host_address())
+
+
+def test_a_controller_on_all_addresses_tells_a_real_one() -> None:
+    async def test() -> None:
+        async with a_controller(host="*").listening() as controller:
+            host, port = wire.split_address(controller.address)
+            assert wire.is_numeric(host)
+            assert host not in ("0.0.0.0", "::")
+            for target in (controller.address, f"tcp://127.0.0.1:{port}"):
+                agent = an_agent()
+                async with agent.running():
+                    await agent.connect(target)
+                    assert await next_event(agent) == Connected()
+        async with a_controller(host="*", advertise="head-node").listening() as controller:
+            assert controller.address.startswith("tcp://head-node:")
+
+    run(test)

@@ -1,0 +1,76 @@
+"""What an agent knows of one of its slots, beyond what it tells the controller."""
+
+from dataclasses import dataclass
+
+import msgspec
+
+from ...protocol.faults import Fault
+from ...protocol.messages import ExitRecord, SlotState, Stage
+from ...protocol.names import NO_ROUND, Slot
+
+
+@dataclass(slots=True)
+class LocalSlot:
+    """entering: the round that its process was told to enter and has not reported from. interrupted: the last round that it was
+    told to leave. released: the last completed round that it was released from. killing: why we are killing it.
+    spawned, entered: when, on the agent's clock. look_at: when to judge its progress next, None while it is not judged.
+    """
+
+    state: SlotState
+    entering: int | None = None
+    interrupted: int = NO_ROUND
+    released: int = NO_ROUND
+    finish_told: bool = False
+    killing: str = ""
+    spawned: float = 0.0
+    entered: float = 0.0
+    look_at: float | None = None
+
+    @classmethod
+    def new(cls, slot: Slot, index: int, life: int, now: float) -> "LocalSlot":
+        return cls(SlotState(slot, index, life, Stage.STARTING), spawned=now)
+
+    @property
+    def slot(self) -> Slot:
+        return self.state.slot
+
+    @property
+    def life(self) -> int:
+        return self.state.life
+
+    @property
+    def stage(self) -> Stage:
+        return self.state.stage
+
+    @property
+    def alive(self) -> bool:
+        return self.state.stage not in (Stage.DYING, Stage.GONE)
+
+    def change(
+        self,
+        *,
+        stage: Stage | None = None,
+        round: int | None = None,
+        port: int | None = None,
+        step: int | None = None,
+        pid: int | None = None,
+        fault: Fault | None = None,
+        exit: ExitRecord | None = None,
+    ) -> SlotState:
+        """Replace what is given and keep the rest; returns the new state."""
+        state = self.state
+        self.state = msgspec.structs.replace(
+            state,
+            stage=state.stage if stage is None else stage,
+            round=state.round if round is None else round,
+            port=state.port if port is None else port,
+            step=state.step if step is None else step,
+            pid=state.pid if pid is None else pid,
+            fault=state.fault if fault is None else fault,
+            exit=state.exit if exit is None else exit,
+        )
+        return self.state
+
+    def forget_fault(self) -> None:
+        """A new round begins: what went wrong in the last one is over."""
+        self.state = msgspec.structs.replace(self.state, fault=None, port=0)

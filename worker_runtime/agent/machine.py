@@ -1,0 +1,414 @@
+"""The agent's decisions: what it was told, what its ranks say, and the clock, in; actions, out. Pure.
+
+Rules:
+1. The last directive of the highest incarnation says what should be; `_converge` compares each slot with it and mends the
+   difference. So a directive may come twice, late, or after many were lost.
+2. A rank that runs a round which is over, or in which it has no seat, is brought to the gate. It is never killed for that.
+3. Without a controller everything goes on: hangs are judged, exits are kept for the next one. Only `controller_timeout` ends it.
+4. Every state that the controller has not acknowledged is told again, in order.
+"""
+
+from collections.abc import Mapping
+
+import msgspec
+
+from ...protocol.exit_codes import ExitCode
+from ...protocol.faults import Fault, FaultKind
+from ...protocol.messages import Directive, ExitRecord, Phase, Seat, SlotState, Stage
+from ...protocol.names import NO_ROUND, AgentName, Slot, slot_name
+from ...protocol.rank_messages import (
+    Enter,
+    Entered,
+    Finish,
+    FromRank,
+    Interrupt,
+    Leaving,
+    Note,
+    Raised,
+    Ready,
+    Returned,
+)
+from ...protocol.settings import Settings
+from .actions import Action, AskStop, KillProcess, Leave, Say, Spawn, Tell, Write
+from .hang import Progress, judge
+from .local_slot import LocalSlot
+
+STOP_ANSWER_S = 5.0
+"""How long the controller may take to answer a request to stop, before the agent ends its ranks by itself."""
+
+
+class AgentMachine:
+    """All slots of one agent."""
+
+    def __init__(self, agent: AgentName, job: str, slots: int, settings: Settings) -> None:
+        self.agent = agent
+        self.job = job
+        self.settings = settings
+        self.incarnation = 0
+        self.directive = Directive(NO_ROUND, Phase.HOLD)
+        self.slots: dict[Slot, LocalSlot] = {}
+        self._count = slots
+        self._actions: list[Action] = []
+        self._alone_since: float | None = None
+        self._stop_deadline: float | None = None
+        self._kill_at: float | None = None
+        self._left = False
+
+    # ---- the face ---------------------------------------------------------------------------------------------
+
+    def start(self, now: float) -> list[Action]:
+        """Spawn the first process of each slot; the controller need not be there yet."""
+        self._alone_since = now
+        for index in range(self._count):
+            slot = slot_name(self.agent, index)
+            self.slots[slot] = LocalSlot.new(slot, index, 1, now)
+            self._actions.append(Spawn(slot, 1, spare=False))
+        return self._done()
+
+    def states(self) -> tuple[SlotState, ...]:
+        return tuple(local.state for local in self.slots.values())
+
+    def spawned(self, slot: Slot, life: int, pid: int) -> list[Action]:
+        local = self._find(slot, life)
+        if local is not None:
+            local.change(pid=pid)
+            self._tell(local)
+        return self._done()
+
+    def rank_said(self, slot: Slot, life: int, message: FromRank, step: int, now: float) -> list[Action]:
+        """A message of a rank; `step` is what its page says."""
+        local = self._find(slot, life)
+        if local is None or not local.alive:
+            return []
+        match message:
+            case Ready():
+                self._ready(local, message, step)
+            case Entered():
+                self._entered(local, message, now)
+            case Raised() | Leaving():
+                self._failed(local, message.fault, step)
+            case Returned():
+                local.look_at = None
+                local.change(stage=Stage.RETURNED, round=message.round, step=step)
+                self._tell(local)
+            case Note():
+                self._actions.append(Write("rank", message.text, message.level, slot))
+        self._converge(local, now)
+        return self._done()
+
+    def dying(self, slot: Slot, life: int, step: int) -> list[Action]:
+        """The kernel has begun to tear the process down; how it died is known only when it has finished."""
+        local = self._find(slot, life)
+        if local is not None and local.alive:
+            local.look_at = None
+            local.change(stage=Stage.DYING, step=step)
+            if local.state.fault is None and not local.killing:
+                fault = self._fault(local, FaultKind.SIGNAL, "is dying; the kernel is still freeing its memory")
+                local.change(fault=fault)
+            self._tell(local)
+        return self._done()
+
+    def exited(self, slot: Slot, life: int, record: ExitRecord, step: int, now: float) -> list[Action]:
+        """A process is dead and reaped."""
+        local = self._find(slot, life)
+        if local is not None and local.stage is not Stage.GONE:
+            local.look_at = None
+            record = msgspec.structs.replace(record, killed_by=local.killing)
+            local.change(stage=Stage.GONE, step=step, exit=record)
+            self._tell(local)
+            self._converge(local, now)
+            self._leave_if_over()
+        return self._done()
+
+    def welcomed(self, incarnation: int, settings: Settings) -> list[Action]:
+        """A controller accepted us: its settings count, and it has all our states."""
+        self.incarnation = max(self.incarnation, incarnation)
+        self.settings = settings
+        self._alone_since = None
+        return self._done()
+
+    def link_lost(self, now: float) -> list[Action]:
+        if self._alone_since is None:
+            self._alone_since = now
+            self._actions.append(Write("link", "the controller is away; training goes on", "warning"))
+        return self._done()
+
+    def directed(self, incarnation: int, directive: Directive, now: float) -> list[Action]:
+        """A directive came. One of a lower incarnation is from the past and refused."""
+        if incarnation < self.incarnation:
+            text = f"refused a directive of incarnation {incarnation}: {self.incarnation} leads"
+            return [Write("stale", text, "warning")]
+        if self.directive.phase is not Phase.END or directive.phase is Phase.END:
+            self.directive = directive
+        for local in self.slots.values():
+            self._converge(local, now)
+        self._leave_if_over()
+        return self._done()
+
+    def stop(self, code: int, reason: str, now: float) -> list[Action]:
+        """Somebody wants the job to end: once by way of the controller, the second time at once."""
+        if self._stop_deadline is not None or self._alone_since is not None:
+            self._end_alone(code, reason, now)
+        else:
+            self._stop_deadline = now + STOP_ANSWER_S
+            self._actions.append(AskStop(code, reason))
+        return self._done()
+
+    def refused(self, reason: str, now: float) -> list[Action]:
+        """The controller does not want this agent, and never will."""
+        self._end_alone(int(ExitCode.USAGE), f"refused by the controller: {reason}", now)
+        return self._done()
+
+    def tick(self, pages: Mapping[Slot, Progress], now: float) -> list[Action]:
+        """A deadline has come. `pages` holds the progress of at least the slots that `to_judge` names."""
+        for local in self.slots.values():
+            if local.look_at is not None and local.look_at <= now and local.slot in pages:
+                self._judge(local, pages[local.slot], now)
+            elif local.stage is Stage.STARTING and not local.killing and now >= self._startup_deadline(local):
+                self._kill(
+                    local, f"did not reach the gate within {self.settings.startup_timeout:g} s (startup_timeout)"
+                )
+        if self._alone_since is not None and now >= self._alone_since + self.settings.controller_timeout:
+            self._end_alone(int(ExitCode.CONTROLLER_LOST), self._lost_text(), now)
+        if self._stop_deadline is not None and now >= self._stop_deadline:
+            self._end_alone(int(ExitCode.TERMINATED), "the controller did not answer a request to stop", now)
+        if self._kill_at is not None and now >= self._kill_at:
+            self._kill_at = None
+            for local in self.slots.values():
+                if local.alive:
+                    self._kill(local, "the job is over")
+        return self._done()
+
+    def to_judge(self, now: float) -> list[Slot]:
+        """Slots whose page must be read for `tick(now)`."""
+        return [s.slot for s in self.slots.values() if s.look_at is not None and s.look_at <= now]
+
+    def deadline(self) -> float | None:
+        """When `tick` is wanted, if nothing happens before."""
+        wanted = [s.look_at for s in self.slots.values() if s.look_at is not None]
+        wanted += [
+            self._startup_deadline(s) for s in self.slots.values() if s.stage is Stage.STARTING and not s.killing
+        ]
+        if self._alone_since is not None and not self._over:
+            wanted.append(self._alone_since + self.settings.controller_timeout)
+        wanted += [at for at in (self._stop_deadline, self._kill_at) if at is not None]
+        return min(wanted, default=None)
+
+    # ---- what ranks say ---------------------------------------------------------------------------------------
+
+    def _ready(self, local: LocalSlot, message: Ready, step: int) -> None:
+        if local.entering is not None and message.round < local.entering:
+            return  # sent before it was told to enter
+        local.entering = None
+        local.look_at = None
+        fault = local.state.fault
+        if fault is None:
+            fault = message.fault
+        elif fault.kind is FaultKind.SOFT_HANG:
+            where = fault.place or message.where
+            fault = msgspec.structs.replace(fault, place=where, in_collective=message.in_collective)
+        if message.swallowed:
+            places = ", ".join(message.swallowed)
+            self._actions.append(
+                Write("swallowed", f"the interrupt was caught and ignored at {places}", "warning", local.slot)
+            )
+        # A second resilient function starts counting at NO_ROUND again; the job's rounds only go up.
+        round = max(local.state.round, message.round)
+        local.change(stage=Stage.GATE, round=round, port=message.port, step=max(step, local.state.step), fault=fault)
+        self._tell(local)
+
+    def _entered(self, local: LocalSlot, message: Entered, now: float) -> None:
+        if local.entering != message.round:
+            return
+        local.entering = None
+        local.entered = now
+        local.look_at = now + self.settings.soft_timeout
+        local.forget_fault()
+        local.change(stage=Stage.RUNNING, round=message.round)
+        self._tell(local)
+
+    def _failed(self, local: LocalSlot, fault: Fault | None, step: int) -> None:
+        """A rank says that it failed, or that it leaves; either way before the deed is done."""
+        if fault is None or local.state.fault is not None:
+            return
+        local.change(fault=fault, step=max(step, local.state.step))
+        self._tell(local)
+
+    # ---- hangs ------------------------------------------------------------------------------------------------
+
+    def _judge(self, local: LocalSlot, progress: Progress, now: float) -> None:
+        fault = local.state.fault
+        hangs = fault is not None and fault.kind is FaultKind.SOFT_HANG
+        leaving = local.interrupted >= local.state.round
+        verdict = judge(
+            progress,
+            now,
+            self.settings.soft_timeout,
+            self.settings.hard_timeout,
+            with_ping=hangs or not leaving,
+        )
+        local.look_at = None if local.killing else verdict.again_at
+        if not verdict.soft:
+            return
+        text = f"no progress for {verdict.stale_s:.2f} s: {progress.stuck_in()}"
+        if self.settings.observe_only:
+            self._actions.append(Write("observed", f"{text}; only observed (observe_only)", "warning", local.slot))
+            local.look_at = now + self.settings.soft_timeout
+            return
+        if fault is None:
+            found = self._fault(local, FaultKind.SOFT_HANG, f"{text} (soft_timeout={self.settings.soft_timeout:g})")
+            local.change(fault=msgspec.structs.replace(found, stale_s=verdict.stale_s, step=progress.step))
+            self._tell(local)
+        if verdict.hard and not local.killing:
+            self._kill(local, f"{text} (hard_timeout={self.settings.hard_timeout:g})")
+
+    def _fault(self, local: LocalSlot, kind: FaultKind, message: str) -> Fault:
+        state = local.state
+        return Fault(
+            state.slot, state.life, state.round, kind, message, step=state.step, entered=state.round != NO_ROUND
+        )
+
+    def _startup_deadline(self, local: LocalSlot) -> float:
+        return local.spawned + self.settings.startup_timeout
+
+    # ---- converging -------------------------------------------------------------------------------------------
+
+    def _converge(self, local: LocalSlot, now: float) -> None:
+        """Bring one slot nearer to what the directive says."""
+        order = self.directive
+        for kill in order.kill:
+            if kill.slot == local.slot and kill.life == local.life and local.alive:
+                self._kill(local, kill.why)
+        wanted = order.lives.get(local.slot, 0)
+        if local.stage is Stage.GONE:
+            if wanted > local.life and order.phase is not Phase.END:
+                self._respawn(local, wanted, now)
+            return
+        if not local.alive:
+            return
+        match order.phase:
+            case Phase.RUN:
+                self._run(local, order)
+            case Phase.ABORT:
+                self._interrupt_up_to(local, order.round, order.cause)
+                if local.stage is Stage.GATE and local.entering is None and local.state.round < order.round:
+                    local.change(round=order.round)  # it will never enter this round
+                    self._tell(local)
+            case Phase.RELEASE:
+                self._release(local, order)
+            case Phase.END:
+                self._finish(local, order, now)
+            case Phase.HOLD:
+                pass
+
+    def _run(self, local: LocalSlot, order: Directive) -> None:
+        self._interrupt_up_to(local, order.round - 1, "the round is over and this rank has no seat in the next")
+        seat = next((s for s in order.seats if s.slot == local.slot and s.life == local.life), None)
+        if (
+            seat is None
+            or local.stage is not Stage.GATE
+            or local.entering is not None
+            or local.state.round >= order.round
+        ):
+            return
+        local.entering = order.round
+        self._actions.append(Say(local.slot, local.life, self._enter(local, seat, order)))
+
+    def _enter(self, local: LocalSlot, seat: Seat, order: Directive) -> Enter:
+        return Enter(
+            round=order.round,
+            rank=seat.rank,
+            world_size=order.world_size,
+            local_rank=local.state.index,
+            local_world_size=len(order.seats),
+            master_addr=order.master_addr,
+            master_port=order.master_port,
+            job=self.job,
+        )
+
+    def _interrupt_up_to(self, local: LocalSlot, last: int, cause: str) -> None:
+        """Bring a process that is in, or on its way into, a round up to `last` back to the gate."""
+        current = local.entering
+        if current is None and local.stage in (Stage.RUNNING, Stage.RETURNED):
+            current = local.state.round
+        if current is None or current > last or local.interrupted >= current:
+            return
+        local.interrupted = current
+        self._actions.append(Say(local.slot, local.life, Interrupt(current, cause)))
+
+    def _release(self, local: LocalSlot, order: Directive) -> None:
+        if local.released >= order.round:
+            return
+        self._interrupt_up_to(local, order.round - 1, "the job's round is complete")
+        if local.stage not in (Stage.GATE, Stage.RETURNED) or local.entering is not None:
+            return
+        local.released = order.round
+        local.look_at = None
+        self._actions.append(Say(local.slot, local.life, Finish(0, "complete")))
+        local.change(stage=Stage.OUTSIDE)
+        self._tell(local)
+
+    def _finish(self, local: LocalSlot, order: Directive, now: float) -> None:
+        if not local.finish_told:
+            local.finish_told = True
+            local.look_at = None
+            self._actions.append(Say(local.slot, local.life, Finish(order.code, order.cause)))
+        if self._kill_at is None:
+            self._kill_at = now + self.settings.termination_grace_time
+
+    def _respawn(self, local: LocalSlot, life: int, now: float) -> None:
+        self.slots[local.slot] = LocalSlot.new(local.slot, local.state.index, life, now)
+        self._actions.append(Spawn(local.slot, life, spare=True))
+        self._tell(self.slots[local.slot])
+
+    def _kill(self, local: LocalSlot, why: str) -> None:
+        if local.killing:
+            return
+        local.killing = why
+        local.look_at = None
+        self._actions.append(KillProcess(local.slot, local.life, why))
+
+    # ---- the end ----------------------------------------------------------------------------------------------
+
+    @property
+    def _over(self) -> bool:
+        return self.directive.phase is Phase.END
+
+    def _end_alone(self, code: int, reason: str, now: float) -> None:
+        """End the ranks without asking anybody."""
+        self._stop_deadline = None
+        self._alone_since = None
+        if not self._over:
+            self._actions.append(Write("ending", f"ending this agent's ranks with code {code}: {reason}", "error"))
+            self.directive = Directive(self.directive.round, Phase.END, cause=reason, code=code)
+        else:
+            self._kill_at = now
+        for local in self.slots.values():
+            self._converge(local, now)
+        self._leave_if_over()
+
+    def _lost_text(self) -> str:
+        return f"no controller for {self.settings.controller_timeout:g} s (controller_timeout)"
+
+    def _leave_if_over(self) -> None:
+        if self._over and not self._left and all(s.stage is Stage.GONE for s in self.slots.values()):
+            self._left = True
+            self._actions.append(Leave(self.directive.code, self.directive.cause))
+
+    # ---- small helpers ----------------------------------------------------------------------------------------
+
+    def _find(self, slot: Slot, life: int) -> LocalSlot | None:
+        local = self.slots.get(slot)
+        return local if local is not None and local.life == life else None
+
+    def _tell(self, local: LocalSlot) -> None:
+        self._actions.append(Tell((local.state,)))
+
+    def _done(self) -> list[Action]:
+        """Hand out the actions; states that changed together travel in one message."""
+        actions, self._actions = self._actions, []
+        told = [action for action in actions if isinstance(action, Tell)]
+        if len(told) <= 1:
+            return actions
+        merged = Tell(tuple(state for tell in told for state in tell.states))
+        return [action for action in actions if not isinstance(action, Tell)] + [merged]

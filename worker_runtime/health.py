@@ -1,0 +1,97 @@
+"""Between two rounds: take the process groups down, run the finalize hooks, and decide whether this process is fit for more.
+
+What fails here makes the process unfit (`Unfit`): it says so and leaves, because a half-cleaned rank would fail the next
+round for everybody.
+"""
+
+import os
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from .abort import Hook, bounded, name_of
+
+DESTROY_LIMIT_S = 30.0
+CHECK_LIMIT_S = 60.0
+
+
+class Unfit(Exception):
+    """This process must not take part in another round."""
+
+
+def destroy_groups() -> None:
+    """Destroy every process group. They have been aborted, so this does not wait for anybody."""
+    distributed = sys.modules.get("torch.distributed")
+    if distributed is None or not distributed.is_available() or not distributed.is_initialized():
+        return
+    try:
+        bounded(distributed.destroy_process_group, DESTROY_LIMIT_S, "destroy_process_group")
+    except Exception as error:
+        raise Unfit(f"process groups cannot be destroyed: {type(error).__name__}: {error}") from error
+
+
+def run_finalize(hooks: Sequence[Hook]) -> None:
+    """The user's hooks, in order, in the main thread; then give cached device memory back if that is wanted.
+
+    They are not bounded here: the agent's `barrier_timeout` is what a rank has to come back to the gate.
+    """
+    for hook in hooks:
+        try:
+            hook()
+        except Exception as error:
+            raise Unfit(f"finalize hook {name_of(hook)} failed: {type(error).__name__}: {error}") from error
+    torch = sys.modules.get("torch")
+    if torch is not None and os.environ.get("PERDURE_EMPTY_CUDA_CACHE") == "1" and torch.cuda.is_initialized():
+        import gc
+
+        gc.collect()
+        torch.cuda.empty_cache()
+
+
+class HealthChecks:
+    """The user's checks first, then those of nvidia-resiliency-ext where they apply. A check fails by raising or by False."""
+
+    def __init__(self, users: Sequence[Callable[[], object]]) -> None:
+        self._users = users
+        self._built_in: list[tuple[str, Callable[[], object]]] | None = None
+
+    def run(self) -> None:
+        for hook in self._users:
+            _check(name_of(hook), hook)
+        torch = sys.modules.get("torch")
+        if torch is None or not torch.cuda.is_initialized():
+            return
+        if self._built_in is None:
+            self._built_in = _device_checks(torch)
+        for name, check in self._built_in:
+            _check(name, check)
+
+
+def _check(name: str, check: Callable[[], object]) -> None:
+    try:
+        healthy = bounded(check, CHECK_LIMIT_S, f"health check {name}")
+    except Exception as error:
+        raise Unfit(f"health check {name} failed: {type(error).__name__}: {error}") from error
+    if healthy is False:
+        raise Unfit(f"health check {name} failed")
+
+
+def _device_checks(torch: Any) -> list[tuple[str, Callable[[], object]]]:
+    device = torch.cuda.current_device()
+    checks: list[tuple[str, Callable[[], object]]] = [("cuda", lambda: torch.cuda.synchronize(device))]
+    try:
+        from nvidia_resiliency_ext.shared_utils import health_check as theirs  # pyright: ignore
+    except ImportError:
+        return checks
+    # The classes differ between versions. A NIC's link counter is compared with its first reading, which is taken now.
+    for name in ("GPUHealthCheck", "NVLHealthCheck"):
+        kind: Any = getattr(theirs, name, None)
+        if kind is not None:
+            checks.append((name, kind()))
+    nic_kind: Any = getattr(theirs, "NicHealthCheck", None)
+    if nic_kind is not None:
+        nic = nic_kind()
+        nic.set_nic_device(int(os.environ["LOCAL_RANK"]))
+        nic()
+        checks.append(("NicHealthCheck", nic))
+    return checks
