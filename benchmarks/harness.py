@@ -172,14 +172,14 @@ class Job:
         self.kill_all()
         shutil.rmtree(self.folder, ignore_errors=True)
 
-    def start(self, command: Sequence[str], **environment: str) -> subprocess.Popen[bytes]:
-        """Start one process; its output goes to a file of its own in the folder."""
+    def start(self, command: Sequence[str], commands: bool = False, **environment: str) -> subprocess.Popen[bytes]:
+        """Start one process; its output goes to a file of its own. With `commands` its standard input is a pipe."""
         name, _, value = self.mark.partition("=")
         with open(self.folder / f"output-{len(self.processes)}.log", "wb") as output:
             process = subprocess.Popen(
                 command,
                 env={**os.environ, **ENVIRONMENT, "TMPDIR": str(self.folder), **environment, name: value},
-                stdin=subprocess.DEVNULL,
+                stdin=subprocess.PIPE if commands else subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
@@ -225,6 +225,8 @@ class Job:
             time.sleep(0.02)
         for process in self.processes:
             process.wait(timeout=10)
+            if process.stdin is not None:
+                process.stdin.close()
 
     def members(self) -> list[int]:
         mark = self.mark.encode()

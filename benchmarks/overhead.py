@@ -1,6 +1,6 @@
 """What being watched costs the training thread: perdure's ping and sections against nvidia-resiliency-ext's.
 
-Both watch the same process: it is a rank under `perdure run`, and nvidia-resiliency-ext's rank monitor serves it besides.
+Both watch the same process: a rank under `perdure run`, which nvidia-resiliency-ext's rank monitor serves besides.
 """
 
 import json

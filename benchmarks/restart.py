@@ -71,7 +71,7 @@ def compare_nvrx(options: argparse.Namespace) -> list[Row]:
 
 
 def compare_launcher(options: argparse.Namespace) -> list[Row]:
-    """SIGKILL with one reserve on our side, and once more without: then a new process takes the seat, as in the peer."""
+    """SIGKILL with one reserve on our side, and once more without: a new process takes the seat."""
     rows: list[Row] = []
     for ranks in options.ranks:
         scenario = scenario_of(options.peer, ranks, "sigkill", "default")

@@ -155,7 +155,7 @@ LIGHTHOUSE = {
 
 
 def torchft(scenario: Scenario, python: str = sys.executable) -> list[Recovery]:
-    """The survivors go on without the dead replica; there is no function to come back into, so both figures are the commit."""
+    """The survivors go on without the dead replica; there is no function to enter, so both figures are their commit."""
     with Job() as job:
         address = f"127.0.0.1:{free_port()}"
         knobs = [f"--{name}={value}" for name, value in LIGHTHOUSE[scenario.profile].items()]

@@ -24,13 +24,19 @@ PREFIX = "PERDURE_"
 RESERVED = frozenset(
     {
         FILE_VARIABLE,
+        "PERDURE_AGENTS",
+        "PERDURE_AUTO_STAMP_S",
         "PERDURE_BEAT_FD",
+        "PERDURE_EMPTY_CUDA_CACHE",
         "PERDURE_JOB",
         "PERDURE_KEYS",
         "PERDURE_LIFE",
         "PERDURE_MARK",
         "PERDURE_NODE",
+        "PERDURE_NODE_GROUP",
         "PERDURE_RANK_FD",
+        "PERDURE_ROUND",
+        "PERDURE_RUN_DIR",
         "PERDURE_SLOT",
         "PERDURE_TOKEN",
     }
@@ -55,6 +61,14 @@ class Configuration(msgspec.Struct, frozen=True):
     def chosen(self) -> dict[str, str]:
         """Every knob that somebody set, with its value as a text."""
         return {name: show(getattr(self.settings, name)) for name in KNOBS if name in self.sources}
+
+    def command_line(self) -> list[str]:
+        """The options that were given on the command line, to hand them on to another command."""
+        given = {name: source for name, source in self.sources.items() if source.startswith("--")}
+        return [
+            source if KNOBS[name].kind is Kind.FLAG else f"{source}={self.chosen[name].replace(' ', '')}"
+            for name, source in given.items()
+        ]
 
 
 class Reading:

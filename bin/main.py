@@ -16,7 +16,6 @@ from .. import __version__
 COMMANDS = {
     "run": "start the agent of this node, and the controller too when the job has just this one machine",
     "controller": "start the controller of a job whose agents run elsewhere",
-    "status": "show a live job",
     "inspect": "tell the story of a job from its journal",
 }
 

@@ -105,6 +105,11 @@ class Journal:
         return self._end - self._synced
 
     @property
+    def busy(self) -> bool:
+        """Whether a thread writes or syncs just now. A further `sync` would wait for it, as long as the disk does."""
+        return self._disk.locked()
+
+    @property
     def end(self) -> int:
         """The offset at which the next record will stand."""
         return self._end
@@ -212,15 +217,10 @@ class Journal:
         self._reserved = start + length
 
     def _reserve_at_open(self) -> None:
-        for length in (_RESERVE_STEP, _RESERVE_LEAST):
-            try:
-                self._can_reserve = reserve(self._fd, self._end, length)
-            except OSError as error:
-                if error.errno not in FULL or length == _RESERVE_LEAST:
-                    raise
-            else:
-                self._reserved = self._end + length
-                return
+        """The least must be there; more is taken if there is more. A nearly full disk is no reason to stay away."""
+        self._can_reserve = reserve(self._fd, self._end, _RESERVE_LEAST)
+        self._reserved = self._end + _RESERVE_LEAST
+        self._reserve_for(0)
 
     def _explain(self, error: OSError) -> str:
         if error.errno in FULL:

@@ -122,8 +122,8 @@ class Stream(Target):
         try:
             self._stream.write(data.decode())
             self._stream.flush()
-        except ValueError as error:  # closed by its owner
-            raise OSError(errno.EBADF, str(error)) from error
+        except Exception as error:  # closed by its owner, say; the object is not ours and may raise anything
+            raise OSError(errno.EIO, str(error)) from error
 
 
 def target_of(stream: TextIO) -> Target:

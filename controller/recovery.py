@@ -34,7 +34,9 @@ class Memory:
         self._trouble = False
         self.journal = Journal.open(directory.journal, job_id, attempt)
         if self.journal.cut:
-            logbook.line("journal", f"cut {self.journal.cut} bytes of a half-written record at the end", level="warning")
+            logbook.line(
+                "journal", f"cut {self.journal.cut} bytes of a half-written record at the end", level="warning"
+            )
         self._replay(directory)
 
     def _replay(self, directory: RunDirectory) -> None:

@@ -20,6 +20,9 @@ from pathlib import Path
 
 import msgspec
 
+from .journal import JournalError, read_header
+from .logbook import READABLE_NAME, STRUCTURED_NAME
+
 _OTHERS_MAY_WRITE = stat.S_IWGRP | stat.S_IWOTH
 
 
@@ -46,8 +49,8 @@ class RunDirectory:
         self.keys = self.path / "keys.json"
         self.lock = self.path / "lock"
         self.verdict = self.path / "verdict.json"
-        self.log = self.path / "perdure.log"
-        self.log_json = self.path / "perdure.jsonl"
+        self.log = self.path / READABLE_NAME
+        self.log_json = self.path / STRUCTURED_NAME
         _make(self.path)
         _check_ours(self.path)
         _check_writable(self.path)
@@ -94,11 +97,13 @@ class RunDirectory:
         Can be interrupted anywhere and called again: files are collected in `attempt-N.moving`, the verdict last, and
         only then does it become `attempt-N`.
         """
-        number = 1 + max(self._numbers(), default=0)
+        interrupted = self._numbers(r"attempt-(\d+)\.moving")
+        free = 1 + max(self._numbers(r"attempt-(\d+)"), default=0)
+        if not interrupted and not self.verdict.exists():
+            return free
+        number = max(interrupted) if interrupted else max(free, self._attempt_of_journal())
+        moving = self.path / f"attempt-{number}.moving"
         try:
-            moving = self.path / f"attempt-{number}.moving"
-            if not self.verdict.exists() and not moving.exists():
-                return number
             moving.mkdir(mode=0o700, exist_ok=True)
             if self.verdict.exists():
                 self._collect(moving)
@@ -110,8 +115,15 @@ class RunDirectory:
             ) from error
         return number + 1
 
-    def _numbers(self) -> list[int]:
-        return [int(match[1]) for name in os.listdir(self.path) if (match := re.fullmatch(r"attempt-(\d+)", name))]
+    def _numbers(self, pattern: str) -> list[int]:
+        return [int(match[1]) for name in os.listdir(self.path) if (match := re.fullmatch(pattern, name))]
+
+    def _attempt_of_journal(self) -> int:
+        """A scheduler may count attempts too, and some may have left nothing here: the journal knows its own number."""
+        try:
+            return read_header(self.journal).attempt
+        except JournalError:
+            return 0
 
     def _collect(self, moving: Path) -> None:
         """Move all that belongs to the attempt. Its address goes first, so that nobody calls a dead controller."""
@@ -129,10 +141,8 @@ def _make(path: Path) -> None:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.mkdir(mode=0o700, exist_ok=True)
-    except FileExistsError:
-        raise RunDirectoryError(f"the run directory {path} is a file; name a directory") from None
-    except NotADirectoryError:
-        raise RunDirectoryError(f"the run directory {path} lies below a file; name another one") from None
+    except (FileExistsError, NotADirectoryError) as error:
+        raise RunDirectoryError(f"cannot make the run directory {path}: {error.filename} is no directory") from None
     except OSError as error:
         raise RunDirectoryError(f"cannot make the run directory {path}: {error.strerror}; name another one") from error
 

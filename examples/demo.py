@@ -1,4 +1,4 @@
-"""The demonstration: the same small training twice, once left alone and once broken in every second way, with the same end.
+"""The demonstration: the same small training twice, left alone and broken in four ways, with the same end.
 
 `bin/demo` runs this. Four ranks of examples/train_gpt.py, on this machine; it takes a minute or two.
 """

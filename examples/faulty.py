@@ -3,8 +3,8 @@
     perdure run --nproc 4 -- python examples/faulty.py --marks /tmp/marks \\
         --fault exception@1:20 --fault sigkill@0:40 examples/train_gpt.py --steps 100
 
-A fault is KIND@RANK:STEP and strikes when that rank first pings that step or a later one. It strikes once in the life of
-the job: a file in the folder of marks, made before the blow, remembers it through every restart.
+A fault is KIND@RANK:STEP and strikes when that rank first pings that step or a later one. It strikes once in the life
+of the job: a file in the folder of marks, made before the blow, remembers it through every restart.
 """
 
 import argparse

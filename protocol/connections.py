@@ -20,7 +20,7 @@ from .wire import MonitorEvent
 
 _HANDSHAKE_FAILURES = {
     int(zmq.EVENT_HANDSHAKE_FAILED_AUTH): "key refused",
-    int(zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL): "no CURVE",
+    int(zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL): "invalid handshake",
     int(zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL): "left during the handshake",
 }
 _NOT_ACCEPTED = "could not be accepted"

@@ -212,7 +212,11 @@ class ControllerSocket:
 
     def _received(self, frames: list[zmq.Frame]) -> Received | None:
         peer = frames[0].bytes
-        self._connections.spoke(peer, int(frames[0].get(zmq.SRCFD)))
+        try:
+            self._connections.spoke(peer, int(frames[-1].get(zmq.SRCFD)))
+        except zmq.ZMQError:
+            self._malformed += 1  # a peer of ZMTP 1, which plain text lets in, and which has no such property
+            return None
         if len(frames) != 2:
             self._malformed += 1
             return None

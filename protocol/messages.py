@@ -55,6 +55,7 @@ class SlotState(msgspec.Struct, frozen=True, omit_defaults=True):
     life: which process (1, 2, ...). round: the last round that it entered. port: TCP port that this process holds open for
     the next round's rendezvous store, valid at the gate. step: last step reached, -1 unknown.
     fault: the first fault of this process in `round`, kept until it enters another one. exit: set when stage is GONE.
+    change: how often this process's state has changed before: of two states the one with the higher number is the newer.
     """
 
     slot: Slot
@@ -67,6 +68,7 @@ class SlotState(msgspec.Struct, frozen=True, omit_defaults=True):
     pid: int = 0
     fault: Fault | None = None
     exit: ExitRecord | None = None
+    change: int = 0
 
 
 # ---- agent -> controller --------------------------------------------------------------------------------------
@@ -163,7 +165,7 @@ class Kill(msgspec.Struct, frozen=True, array_like=True):
 class Directive(msgspec.Struct, frozen=True, tag="directive", omit_defaults=True):
     """All that one agent should be doing; it replaces every earlier one.
 
-    seats: this agent's seats of `round`. kill: processes to kill now. lives: slot -> the life that should be there: an agent
+    seats: this agent's seats of `round`. local_world_size: seats of its node, other agents' included. kill: processes to kill now. lives: slot -> the life that should be there: an agent
     that has an earlier one, dead, spawns the next. cause: one line that says why the round ends or the job ends.
     """
 
@@ -171,6 +173,7 @@ class Directive(msgspec.Struct, frozen=True, tag="directive", omit_defaults=True
     phase: Phase
     seats: tuple[Seat, ...] = ()
     world_size: int = 0
+    local_world_size: int = 0
     master_addr: str = ""
     master_port: int = 0
     kill: tuple[Kill, ...] = ()

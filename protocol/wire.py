@@ -4,7 +4,7 @@
   machine from ZMTP heartbeats, `heartbeat_timeout` plus one interval after the last sign. These heartbeats are answered
   by libzmq's own thread: they prove a machine and a process, not that anything in it makes progress.
 * Nothing lingers: closing never waits for a peer.
-* A frame longer than MESSAGE_LIMIT is cut at its header, together with its connection.
+* A frame longer than MESSAGE_LIMIT (and what CURVE adds to it) is refused at its header, and its connection with it.
 """
 
 import ipaddress
@@ -81,7 +81,7 @@ async def end_context(context: "zmq.Context[Any]") -> None:
 def set_common_options(raw: "zmq.Socket[bytes]", heartbeat_timeout_s: float) -> None:
     interval_s = min(heartbeat_timeout_s / 4, 5.0)
     raw.setsockopt(zmq.LINGER, 0)
-    raw.setsockopt(zmq.MAXMSGSIZE, MESSAGE_LIMIT)
+    raw.setsockopt(zmq.MAXMSGSIZE, MESSAGE_LIMIT + 256)  # CURVE counts its own bytes
     raw.setsockopt(zmq.SNDHWM, QUEUE_LIMIT)
     raw.setsockopt(zmq.RCVHWM, QUEUE_LIMIT)
     raw.setsockopt(zmq.IPV6, 1)

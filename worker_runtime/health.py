@@ -4,6 +4,7 @@ What fails here makes the process unfit (`Unfit`): it says so and leaves, becaus
 round for everybody.
 """
 
+import inspect
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -21,13 +22,31 @@ class Unfit(Exception):
 
 def destroy_groups() -> None:
     """Destroy every process group. They have been aborted, so this does not wait for anybody."""
-    distributed = sys.modules.get("torch.distributed")
-    if distributed is None or not distributed.is_available() or not distributed.is_initialized():
+    distributed: Any = sys.modules.get("torch.distributed")
+    c10d: Any = sys.modules.get("torch.distributed.distributed_c10d")
+    if distributed is None or c10d is None:
+        return
+    _restore_excepthook()
+    if not distributed.is_initialized():
+        # An initialisation that failed half-way has used up a group name. Ranks that did not get that far would start
+        # the next round with another name, and wait for each other under different keys.
+        c10d._world.group_count = 0
         return
     try:
         bounded(distributed.destroy_process_group, DESTROY_LIMIT_S, "destroy_process_group")
     except Exception as error:
         raise Unfit(f"process groups cannot be destroyed: {type(error).__name__}: {error}") from error
+
+
+def _restore_excepthook() -> None:
+    # Every init_process_group puts its hook around the one that it finds, and nothing ever takes it off again.
+    hook = sys.excepthook
+    while getattr(hook, "__name__", "") == "_distributed_excepthook":
+        inner = inspect.getclosurevars(hook).nonlocals.get("old_hook")
+        if inner is None:
+            break
+        hook = inner
+    sys.excepthook = hook
 
 
 def run_finalize(hooks: Sequence[Hook]) -> None:

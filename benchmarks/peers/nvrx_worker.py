@@ -1,7 +1,7 @@
 """The workload under nvidia-resiliency-ext's in-process restart.
 
-Profiles: `default` leaves every interval and timeout as the library has it; `fast` polls every 10 ms and waits no longer
-than a clear fault needs. At 1 ms the library kills healthy ranks when cores are short, so there is no faster profile.
+Profiles: `default` leaves every interval and timeout as the library has it; `fast` polls every 10 ms and waits no
+longer than a clear fault needs. At 1 ms it kills healthy ranks when cores are short, so there is no faster profile.
 """
 
 import argparse

@@ -59,11 +59,15 @@ class Directives:
             return []
         shared = self._shared()
         seats = self._seats_by_agent() if shared.phase is Phase.RUN else {}
+        per_node: dict[str, int] = {}
+        for name, own in seats.items():
+            node = self._job.roster.agents[name].node
+            per_node[node] = per_node.get(node, 0) + len(own)
         out: list[Direct] = []
         for name, agent in self._dirty.items():
             if not agent.attached or self._job.roster.agents.get(name) is not agent:
                 continue
-            directive = self._for_agent(agent, shared, seats.get(name, []))
+            directive = self._for_agent(agent, shared, seats.get(name, []), per_node.get(agent.node, 0))
             if self._sent.get(name) != directive:
                 self._sent[name] = directive
                 out.append(Direct(name, directive))
@@ -97,7 +101,7 @@ class Directives:
             seats.setdefault(record.agent.name, []).append(Seat(record.slot, round.lives[rank], rank))
         return seats
 
-    def _for_agent(self, agent: AgentRecord, shared: Directive, seats: list[Seat]) -> Directive:
+    def _for_agent(self, agent: AgentRecord, shared: Directive, seats: list[Seat], on_node: int) -> Directive:
         kill = tuple(
             Kill(r.slot, r.state.life, r.condemned)
             for r in agent.slots.values()
@@ -107,6 +111,6 @@ class Directives:
         if not seats and not kill and not lives:
             return shared
         return Directive(
-            shared.round, shared.phase, tuple(seats), shared.world_size, shared.master_addr, shared.master_port,
+            shared.round, shared.phase, tuple(seats), shared.world_size, on_node, shared.master_addr, shared.master_port,
             kill, lives, shared.cause, shared.code,
         )  # fmt: skip

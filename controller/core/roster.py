@@ -6,6 +6,7 @@ good and new ones are made, so that nothing said of an old process can touch a n
 
 from collections.abc import Iterator
 
+from ...protocol.faults import FaultKind
 from ...protocol.messages import Hello, SlotState, Stage
 from ...protocol.names import AgentName, ProcessId, Slot
 
@@ -40,6 +41,11 @@ class AgentRecord:
         self.lost = False
         self.slots: dict[Slot, SlotRecord] = {}
 
+    @property
+    def busy(self) -> bool:
+        """Has processes that are not known to be dead."""
+        return any(record.state.stage is not Stage.GONE for record in self.slots.values())
+
 
 class SlotRecord:
     """One slot of an agent.
@@ -68,6 +74,12 @@ class SlotRecord:
         return self.state.slot
 
     @property
+    def unfit(self) -> bool:
+        """It failed its health check: it leaves, and must not be seated meanwhile."""
+        fault = self.state.fault
+        return fault is not None and fault.kind is FaultKind.HEALTH_CHECK
+
+    @property
     def alive(self) -> bool:
         """Whether its process may take part in anything again."""
         dead = self.state.stage in (Stage.DYING, Stage.GONE)
@@ -75,7 +87,7 @@ class SlotRecord:
 
     @property
     def at_gate(self) -> bool:
-        return self.state.stage is Stage.GATE and self.alive
+        return self.state.stage is Stage.GATE and self.alive and not self.unfit
 
     @property
     def coming(self) -> bool:
@@ -121,7 +133,7 @@ class Roster:
         return known, replaced
 
     def update(self, agent: AgentRecord, state: SlotState) -> tuple[SlotRecord, SlotState | None] | None:
-        """Note what an agent says of a slot. Returns the record and what was known before, or None if the state is old news."""
+        """Note what an agent says of a slot. Returns the record and what was known before, or None if it is old news."""
         record = agent.slots.get(state.slot)
         if record is None:
             record = agent.slots[state.slot] = SlotRecord(agent, state)
@@ -137,7 +149,8 @@ class Roster:
 
 
 def _is_older(state: SlotState, known: SlotState) -> bool:
-    """Within one life: death is final, and a round never goes back."""
-    if known.stage is Stage.GONE:
-        return True
-    return state.round < known.round and state.stage is not Stage.GONE
+    """Within one life: death is final, and of two states the one with more changes behind it is the newer.
+
+    A Hello says the newest state of a slot; what was reported before it was answered may arrive after it.
+    """
+    return known.stage is Stage.GONE or state.change < known.change

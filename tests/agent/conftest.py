@@ -11,6 +11,7 @@ import pytest
 import trio
 
 from perdure.worker_runtime.agent.reaper import become_subreaper, children, reaper
+from perdure.worker_runtime.agent.tree import descendants, kill_all, read_entry, snapshot
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -58,4 +59,8 @@ def run() -> Iterator[Callable[[Callable[[], Awaitable[Any]]], Any]]:
         return result
 
     yield runner
-    assert children() == []
+    left = children()
+    kill_all(lambda: [entry for pid in descendants(snapshot(), os.getpid()) if (entry := read_entry(pid)) is not None])
+    while children():  # So that one failure does not become those of the tests after it.
+        os.wait()
+    assert left == []

@@ -1,5 +1,6 @@
 """A real, small disk, so that 'full' is what the kernel says and not what a test pretends."""
 
+import contextlib
 import errno
 import os
 import subprocess
@@ -13,17 +14,29 @@ import pytest
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
     """A tmpfs of 2 MiB; needs root."""
+    with mounted(tmp_path / "disk", "tmpfs", "size=2m,mode=0700"):
+        yield tmp_path / "disk"
+
+
+@pytest.fixture
+def ram_disk(tmp_path: Path) -> Iterator[Path]:
+    """A ramfs, which cannot reserve space; needs root."""
+    with mounted(tmp_path / "ram", "ramfs", "mode=0700"):
+        yield tmp_path / "ram"
+
+
+@contextlib.contextmanager
+def mounted(place: Path, kind: str, options: str) -> Iterator[None]:
     if os.geteuid() != 0:
-        pytest.skip("mounting a tmpfs needs root")
-    mount = tmp_path / "disk"
-    mount.mkdir()
-    done = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=2m,mode=0700", "tmpfs", str(mount)], capture_output=True)
+        pytest.skip(f"mounting a {kind} needs root")
+    place.mkdir()
+    done = subprocess.run(["mount", "-t", kind, "-o", options, kind, str(place)], capture_output=True, check=False)
     if done.returncode != 0:
-        pytest.skip(f"no tmpfs can be mounted here: {done.stderr.decode().strip()}")
+        pytest.skip(f"no {kind} can be mounted here: {done.stderr.decode().strip()}")
     try:
-        yield mount
+        yield
     finally:
-        subprocess.run(["umount", "-l", str(mount)], check=True)
+        subprocess.run(["umount", "-l", str(place)], check=True)
 
 
 @pytest.fixture

@@ -69,7 +69,7 @@ def test_a_line_for_people_and_a_line_for_programs(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "text",
-    ["two\nlines\r\n", "\x1b[2J\x07bell", "a\u2028b\x85c\u202ed", "nul\0", "lone \udce9 surrogate", "héllo ✓", "\\n"],
+    ["two\nlines\r\n", "\x1b[2J\x07bell", "a\u2028b\x85c\u202ed", "nul\0", "lone \udce9 surrogate", "héllo ✓"],
 )
 def test_one_record_is_one_line_whatever_the_text(tmp_path: Path, text: str) -> None:
     book = Logbook(tmp_path, "llama", "head")
@@ -216,7 +216,7 @@ def test_a_frozen_reader_holds_nobody_back(tmp_path: Path) -> None:
     assert time.monotonic() - begun < 1.0
     assert slowest < 0.5
     assert book.lost[str(tmp_path / "perdure.log")] > count // 2
-    assert book.lost[stream.name if isinstance(stream.name, str) else str(stream.name)] > count // 2
+    assert book.lost[str(stream.name)] > count // 2
     os.close(frozen)
     os.close(reading)
     for output in book._readable:
@@ -238,8 +238,8 @@ def test_half_a_line_in_a_pipe_is_ended_before_the_next(tmp_path: Path) -> None:
         heard += reader.read(1 << 20) or b""
     lines = heard.decode().splitlines()
     assert lines[-1].endswith("after")
-    assert "lines are missing" in lines[-2]
-    assert all(line.startswith("20") for line in lines)
+    assert re.match(r"\d{4}-.{18} WARN .* lines are missing", lines[-2])
+    assert len(lines[-3]) < len(lines[0]), "the pipe was full in the middle of a line"
 
 
 def test_a_closed_stream_and_lines_after_close_are_counted(tmp_path: Path) -> None:

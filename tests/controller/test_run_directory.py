@@ -3,6 +3,8 @@
 import os
 import select
 import signal
+import tempfile
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -33,9 +35,9 @@ def test_it_is_made_for_its_owner_only(tmp_path: Path) -> None:
 
 def test_what_is_no_directory_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    with pytest.raises(RunDirectoryError, match=r"is a file; name a directory"):
+    with pytest.raises(RunDirectoryError, match=r"/file is no directory"):
         RunDirectory(tmp_path / "file")
-    with pytest.raises(RunDirectoryError, match=r"file; name|lies below a file"):
+    with pytest.raises(RunDirectoryError, match=r"/file is no directory|/file/run is no directory"):
         RunDirectory(tmp_path / "file" / "run")
 
 
@@ -56,19 +58,25 @@ def test_the_directory_of_another_user_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_read_only_file_system_is_refused(read_only_disk: Path) -> None:
-    with pytest.raises(RunDirectoryError, match="cannot write into .* Read-only file system"):
+    with pytest.raises(RunDirectoryError, match=r"cannot write into .* Read-only file system"):
         RunDirectory(read_only_disk)
-    with pytest.raises(RunDirectoryError, match="cannot make the run directory .* Read-only file system"):
+    with pytest.raises(RunDirectoryError, match=r"cannot make the run directory .* Read-only file system"):
         RunDirectory(read_only_disk / "run")
 
 
+@pytest.fixture
+def open_path() -> Iterator[Path]:
+    """A temporary directory that other users may look into, which pytest's own are not."""
+    with tempfile.TemporaryDirectory() as name:
+        os.chmod(name, 0o755)
+        yield Path(name)
+
+
 @pytest.mark.skipif(os.geteuid() != 0, reason="becoming another user needs root")
-def test_no_permission_is_said(tmp_path: Path) -> None:
-    place = tmp_path / "closed"
+def test_no_permission_is_said(open_path: Path) -> None:
+    place = open_path / "closed"
     place.mkdir(mode=0o500)
     os.chown(place, 12345, -1)
-    for parent in (tmp_path, *tmp_path.parents[:2]):
-        parent.chmod(parent.stat().st_mode | 0o011)
     reading, told = os.pipe()
     pid = os.fork()
     if pid == 0:
@@ -129,10 +137,9 @@ def test_killed_at_any_point_the_verdict_is_whole(tmp_path: Path) -> None:
     assert set(os.listdir(run.path)) <= {"verdict.json", ".verdict.json.tmp"}
 
 
-def test_a_full_disk_keeps_the_older_file(small_disk: Path, fill: object) -> None:
+def test_a_full_disk_keeps_the_older_file(small_disk: Path, fill: Callable[[Path], Path]) -> None:
     run = RunDirectory(small_disk)
     first = run.write_verdict(0, "completed")
-    assert callable(fill)
     fill(small_disk)
     with pytest.raises(RunDirectoryError, match="No space left"):
         run.write_verdict(1, "failed", "x" * 10_000)
@@ -159,6 +166,14 @@ def test_a_finished_attempt_is_put_away(tmp_path: Path) -> None:
     verdict = old.read_verdict()
     assert verdict is not None
     assert verdict.code == 2
+
+
+def test_an_attempt_is_put_away_under_the_number_in_its_journal(tmp_path: Path) -> None:
+    """A scheduler counts the attempts that never came as far as a run directory."""
+    run = run_an_attempt(tmp_path / "run", 4)
+    run.write_verdict(75, "preempted")
+    assert run.rotate_finished() == 5
+    assert read_header(run.path / "attempt-4" / "journal").attempt == 4
 
 
 def test_the_journal_of_a_crashed_controller_stays(tmp_path: Path) -> None:

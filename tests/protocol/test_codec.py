@@ -39,7 +39,9 @@ def test_a_message_comes_back_whole() -> None:
     assert codec.decode_from_controller(codec.encode_body(directive)) == directive
     ready = Ready(3, 4242, a_fault(), timings={"abort": 0.5})
     assert codec.decode_from_rank(codec.encode_rank(ready)) == ready
-    enter = Enter(3, 0, 8, 0, 4, "10.0.0.1", 4242, "job")
+    enter = Enter(
+        round=3, rank=0, world_size=8, local_rank=0, local_world_size=4, master_addr="h", master_port=42, job="job"
+    )
     assert codec.decode_to_rank(codec.encode_rank(enter)) == enter
 
 
@@ -130,7 +132,9 @@ def test_what_msgpack_cannot_say_is_mended() -> None:
 
 
 def test_long_texts_are_cut_with_a_mark_and_the_rest_is_kept() -> None:
-    states = tuple(a_state(index=i, fault=a_fault(detail=f"head {i} " + "\u00e9" * 500_000 + " tail")) for i in range(16))
+    states = tuple(
+        a_state(index=i, fault=a_fault(detail=f"head {i} " + "\u00e9" * 500_000 + " tail")) for i in range(16)
+    )
     body = codec.encode_body(a_hello(states))
     received = codec.decode_from_agent(body)
     assert isinstance(received, Hello)

@@ -72,7 +72,7 @@ def test_a_first_message_read_after_the_end_still_gets_its_end() -> None:
 
 @given(st.lists(st.tuples(st.integers(0, 3), st.booleans(), st.booleans()), max_size=60))
 def test_everybody_who_spoke_and_left_is_told_exactly_once(steps: list[tuple[int, bool, bool]]) -> None:
-    """Peers come and go on four descriptors; the reader looks now and then, always messages first, then the monitor's news."""
+    """Peers come and go on four descriptors; the reader looks now and then."""
     connections = Connections()
     occupant: dict[int, bytes] = {}
     ended: list[bytes] = []

@@ -9,7 +9,15 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from perdure.protocol.keys import ENVIRONMENT, JobKeys, KeysError, create_keys, keys_from_environment, load_keys, new_keys
+from perdure.protocol.keys import (
+    ENVIRONMENT,
+    JobKeys,
+    KeysError,
+    create_keys,
+    keys_from_environment,
+    load_keys,
+    new_keys,
+)
 
 
 def test_keys_are_created_once_and_are_private(tmp_path: Path) -> None:
@@ -73,7 +81,9 @@ def test_damaged_keys_are_refused(tmp_path: Path) -> None:
         "missing required field": b'{"server_public": "x"}',
         "longer than": b" " * 5000,
         "server_public is not a CURVE key": msgspec.json.encode(msgspec.structs.replace(keys, server_public="short")),
-        "client_secret is not a CURVE key": msgspec.json.encode(msgspec.structs.replace(keys, client_secret="\u00e9" * 40)),
+        "client_secret is not a CURVE key": msgspec.json.encode(
+            msgspec.structs.replace(keys, client_secret="\u00e9" * 40)
+        ),
         "does not belong to client_secret": msgspec.json.encode(
             msgspec.structs.replace(keys, client_public=keys.server_public)
         ),

@@ -52,7 +52,9 @@ def a_pair(room: Room, transport: str, directory: Path, limit: int) -> tuple[Soc
         side.raw.setsockopt(zmq.SNDHWM, limit)
         side.raw.setsockopt(zmq.RCVHWM, limit)
     name = secrets.token_hex(4)
-    bound.raw.bind({"tcp": "tcp://127.0.0.1:*", "ipc": f"ipc://{directory}/{name}", "inproc": f"inproc://{name}"}[transport])
+    bound.raw.bind(
+        {"tcp": "tcp://127.0.0.1:*", "ipc": f"ipc://{directory}/{name}", "inproc": f"inproc://{name}"}[transport]
+    )
     connected.raw.connect(bound.raw.getsockopt_string(zmq.LAST_ENDPOINT))
     return bound, connected
 
@@ -107,9 +109,7 @@ async def duplex(pair: tuple[Socket, Socket], count: int) -> int:
 
 
 @pytest.mark.parametrize(("transport", "limit"), [("ipc", 5), ("tcp", 5), ("inproc", 5), ("tcp", 1000)])
-def test_duplex_with_random_cancellation_loses_nothing(
-    room: Room, tmp_path: Path, transport: str, limit: int
-) -> None:
+def test_duplex_with_random_cancellation_loses_nothing(room: Room, tmp_path: Path, transport: str, limit: int) -> None:
     async def test() -> None:
         assert await duplex(a_pair(room, transport, tmp_path, limit), 5_000) > 100
 

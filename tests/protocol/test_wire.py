@@ -24,6 +24,7 @@ from perdure.protocol.socket import UnknownPeer
 from perdure.protocol.wire import Connected, Disconnected, HandshakeFailed, Received, WireError
 
 KEYS = new_keys()
+STRANGER = new_keys()
 
 CHILD = """
 import sys, trio
@@ -114,8 +115,10 @@ def test_both_sides_talk_and_learn_of_the_end(keys: JobKeys | None, host: str) -
                     received.extend(await agent.recv_many())
                 assert received == [Received(b"", b"%d" % number) for number in range(2_000)]
                 assert agent.send(b"last words")
-            assert await controller.events() == [Received(peer, b"last words")]
-            assert await controller.events() == [Disconnected(peer)]
+            events = await controller.events()
+            while Disconnected(peer) not in events:
+                events += await controller.events()
+            assert events == [Received(peer, b"last words"), Disconnected(peer)]
             assert controller.peers == 0
             with pytest.raises(UnknownPeer):
                 controller.send(peer, b"too late")
@@ -190,11 +193,11 @@ def test_an_agent_moves_to_another_controller() -> None:
             async with agent.running():
                 await join(first, agent)
                 await agent.connect(second.address)
-                assert await until(first, lambda event: isinstance(event, Disconnected))
                 events: list[AgentEvent] = []
                 while Connected() not in events:
                     events.extend(await agent.recv_many())
                 assert events == [Disconnected(b""), Connected()]
+                assert await first.events() == [Disconnected(agent.routing_id)]
                 assert agent.send(b"hello")
                 assert await second.events() == [Received(agent.routing_id, b"hello")]
                 with pytest.raises(UnknownPeer):
@@ -294,7 +297,7 @@ def test_foreign_bytes_are_refused_and_counted_and_disturb_nobody(name: str, key
                             await stream.send_all(HOSTILE[name])
                         except trio.BrokenResourceError:
                             pass  # cut while sending is what should happen
-                assert sum((await refusals(controller, 3)).values()) == 3
+                assert sum((await refusals(controller, 3)).values()) >= 3
                 assert controller.send(peer, b"still here?")
                 assert await next_event(agent) == Received(b"", b"still here?")
                 assert agent.send(b"yes")
@@ -310,8 +313,18 @@ def test_a_frame_too_long_is_cut_at_its_header() -> None:
         async with a_controller(None).listening() as controller:
             stream = await trio.open_tcp_stream("127.0.0.1", wire.split_address(controller.address)[1])
             async with stream:
-                ready = b"\x05READY\x0bSocket-Type" + struct.pack(">I", 6) + b"DEALER\x08Identity" + struct.pack(">I", 1) + b"x"
-                await stream.send_all(GREETING + b"\x04" + bytes([len(ready)]) + ready + b"\x00\x05hello")
+                ready = (
+                    b"\x05READY\x0bSocket-Type"
+                    + struct.pack(">I", 6)
+                    + b"DEALER\x08Identity"
+                    + struct.pack(">I", 1)
+                    + b"x"
+                )
+                await stream.send_all(GREETING + b"\x04" + bytes([len(ready)]) + ready)
+                answer = b""
+                while b"READY" not in answer:
+                    answer += await stream.receive_some()
+                await stream.send_all(b"\x00\x05hello")
                 assert await controller.events() == [Received(b"x", b"hello")]
                 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
                 await stream.send_all(b"\x02" + struct.pack(">Q", 400 << 20) + bytes(100_000))
@@ -338,18 +351,18 @@ def test_the_longest_frame_arrives_and_many_frames_in_one_message_are_refused() 
 
 
 @pytest.mark.parametrize(
-    ("keys", "reason"),
+    ("keys", "reasons"),
     [
-        (None, "no CURVE"),
-        (JobKeys(KEYS.server_public, KEYS.server_secret, new_keys().client_public, ""), "key refused"),
-        (new_keys(), "left during the handshake"),
+        (None, {"invalid handshake", "left during the handshake"}),
+        (
+            JobKeys(KEYS.server_public, KEYS.server_secret, STRANGER.client_public, STRANGER.client_secret),
+            {"key refused"},
+        ),
+        (STRANGER, {"invalid handshake", "left during the handshake"}),
     ],
+    ids=["plain text", "another client key", "the keys of another job"],
 )
-def test_a_peer_with_other_keys_never_says_a_word(keys: JobKeys | None, reason: str) -> None:
-    if keys is not None and not keys.client_secret:
-        public, secret = zmq.curve_keypair()
-        keys = JobKeys(keys.server_public, keys.server_secret, public.decode(), secret.decode())
-
+def test_a_peer_with_other_keys_never_says_a_word(keys: JobKeys | None, reasons: set[str]) -> None:
     async def test() -> None:
         async with a_controller().listening() as controller:
             agent = an_agent(keys)
@@ -358,8 +371,8 @@ def test_a_peer_with_other_keys_never_says_a_word(keys: JobKeys | None, reason: 
                 assert isinstance(await next_event(agent), HandshakeFailed)
                 assert agent.send(b"let me in") is False
                 counted = await refusals(controller, 1)
-                assert set(counted) <= {reason, "ended without a message"}
                 assert counted
+                assert set(counted) <= reasons
                 assert controller.peers == 0
 
     run(test)
@@ -475,7 +488,9 @@ def test_a_port_that_is_none() -> None:
             a_controller(port=port)
 
 
-@pytest.mark.parametrize("address", ["", "tcp://", "tcp://host", "tcp://host:0", "tcp://host:99999", "udp://host:1", "tcp://:5"])
+@pytest.mark.parametrize(
+    "address", ["", "tcp://", "tcp://host", "tcp://host:0", "tcp://host:99999", "udp://host:1", "tcp://:5"]
+)
 def test_an_address_that_is_none(address: str) -> None:
     with pytest.raises(WireError, match="tcp://host:port"):
         wire.split_address(address)

@@ -40,14 +40,15 @@ STOP_ANSWER_S = 5.0
 class AgentMachine:
     """All slots of one agent."""
 
-    def __init__(self, agent: AgentName, job: str, slots: int, settings: Settings) -> None:
+    def __init__(self, agent: AgentName, job: str, slots: int, settings: Settings, first_index: int = 0) -> None:
+        """first_index: the local index of the first slot, where a node has several agents."""
         self.agent = agent
         self.job = job
         self.settings = settings
         self.incarnation = 0
         self.directive = Directive(NO_ROUND, Phase.HOLD)
         self.slots: dict[Slot, LocalSlot] = {}
-        self._count = slots
+        self._indices = range(first_index, first_index + slots)
         self._actions: list[Action] = []
         self._alone_since: float | None = None
         self._stop_deadline: float | None = None
@@ -59,7 +60,7 @@ class AgentMachine:
     def start(self, now: float) -> list[Action]:
         """Spawn the first process of each slot; the controller need not be there yet."""
         self._alone_since = now
-        for index in range(self._count):
+        for index in self._indices:
             slot = slot_name(self.agent, index)
             self.slots[slot] = LocalSlot.new(slot, index, 1, now)
             self._actions.append(Spawn(slot, 1, spare=False))
@@ -152,6 +153,12 @@ class AgentMachine:
         else:
             self._stop_deadline = now + STOP_ANSWER_S
             self._actions.append(AskStop(code, reason))
+        return self._done()
+
+    def abandoned(self, code: int, now: float) -> list[Action]:
+        """The controller ended by itself before this agent was told to end."""
+        if not self._over:
+            self._end_alone(code or int(ExitCode.INTERNAL), "the controller ended without ending the job", now)
         return self._done()
 
     def refused(self, reason: str, now: float) -> list[Action]:
@@ -320,7 +327,7 @@ class AgentMachine:
             rank=seat.rank,
             world_size=order.world_size,
             local_rank=local.state.index,
-            local_world_size=len(order.seats),
+            local_world_size=order.local_world_size,
             master_addr=order.master_addr,
             master_port=order.master_port,
             job=self.job,

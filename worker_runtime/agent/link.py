@@ -1,0 +1,300 @@
+"""The agent's connection to the controller: finds it, introduces the agent, delivers reports, hands on directives.
+
+The endpoint file in the run directory says where the present controller is. A controller that comes back has another port, so
+while there is no connection the file is looked at again, with a growing pause. Each connection is a new session: it begins
+with a Hello that carries everything no controller has acknowledged, and is repeated until answered.
+"""
+
+import secrets
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import trio
+
+from ...protocol.agent_socket import AgentEvent, AgentSocket
+from ...protocol.codec import BadMessage, decode_from_agent, decode_from_controller, encode_body, pack, unpack
+from ...protocol.endpoint import Endpoint, EndpointError
+from ...protocol.keys import JobKeys, KeysError, keys_from_environment, load_keys
+from ...protocol.link import LinkFull, ReceiveWindow, ReliableQueue
+from ...protocol.messages import (
+    Acknowledge,
+    Beat,
+    Directive,
+    FromController,
+    Hello,
+    Refused,
+    Remark,
+    Report,
+    SlotState,
+    StopRequest,
+    Welcome,
+)
+from ...protocol.wire import Connected, Disconnected, HandshakeFailed, WireError, local_address
+
+RESEND_AFTER_S = 1.0
+HELLO_AGAIN_S = 1.0
+LOOK_AGAIN_S = (0.02, 1.0)
+"""First and longest pause between two looks at the endpoint file."""
+
+READ_TIMEOUT_S = 5.0
+"""How long the run directory's file system may take to answer."""
+
+
+@dataclass(frozen=True, slots=True)
+class Handlers:
+    """What the link does with what it learns; all are called in the agent's trio thread and return at once."""
+
+    hello: Callable[[str, tuple[SlotState, ...]], Hello]
+    """Builds the Hello from this host's address and the states that nobody has acknowledged."""
+    welcomed: Callable[[Welcome], None]
+    directed: Callable[[int, Directive], None]
+    refused: Callable[[str], None]
+    lost: Callable[[], None]
+    complain: Callable[[str], None]
+
+
+class Link:
+    """One agent's connection, whichever controller it leads to."""
+
+    def __init__(
+        self, job: str, run_dir: Path, environ: dict[str, str], heartbeat_timeout_s: float, handlers: Handlers
+    ) -> None:
+        self._job = job
+        self._run_dir = run_dir
+        self._environ = environ
+        self._heartbeat_timeout_s = heartbeat_timeout_s
+        self._on = handlers
+        self._queue = ReliableQueue(RESEND_AFTER_S)
+        self._orders = ReceiveWindow(ordered=False)
+        self._wire: AgentSocket | None = None
+        self._session = 0
+        self._incarnation = 0
+        self._welcomed = False
+        self._pending: tuple[SlotState, ...] = ()
+        self._other: list[bytes] = []
+        """Bodies other than reports that were unacknowledged when the last session ended."""
+        self._hello_at: float | None = None
+        self._address = ""
+        self._said = ""
+        self.bell = trio.Event()
+        """Rings when a deadline may have come nearer."""
+
+    # ---- what the agent calls ---------------------------------------------------------------------------------
+
+    @property
+    def up(self) -> bool:
+        """A controller has accepted this session."""
+        return self._welcomed
+
+    @property
+    def idle(self) -> bool:
+        """Everything that was to be delivered has been."""
+        return len(self._queue) == 0 and not self._pending and not self._other
+
+    def report(self, states: tuple[SlotState, ...]) -> None:
+        """Deliver, in order, once, to this controller or the next."""
+        self._push(encode_body(Report(states)))
+
+    def ask_stop(self, code: int, reason: str) -> None:
+        self._push(encode_body(StopRequest(code, reason)))
+
+    def remark(self, remark: Remark) -> bool:
+        """Send a log line if there is a connection; False if not."""
+        return self._welcomed and self._send(0, encode_body(remark))
+
+    def beat(self, beat: Beat) -> None:
+        if self._welcomed:
+            self._send(0, encode_body(beat))
+
+    def deadline(self) -> float | None:
+        """When `poke` is wanted."""
+        if self._hello_at is not None:
+            return self._hello_at
+        return self._queue.deadline() if self._welcomed else None
+
+    def poke(self) -> None:
+        """Send what is due."""
+        now = time.monotonic()
+        if self._hello_at is not None and now >= self._hello_at:
+            self._say_hello()
+        if self._welcomed:
+            for seq, body in self._queue.due(now):
+                self._send(seq, body)
+
+    # ---- finding a controller ---------------------------------------------------------------------------------
+
+    async def run(self) -> None:
+        """Keep a connection, for ever."""
+        endpoint: Endpoint | None = None
+        while True:
+            endpoint, keys = await self._find(endpoint)
+            try:
+                self._address = await local_address(endpoint.address)
+                await self._stay(endpoint, keys)
+            except WireError as error:
+                self._complain(str(error))
+                await trio.sleep(LOOK_AGAIN_S[1])
+            self._gone()
+
+    async def _find(self, former: Endpoint | None) -> tuple[Endpoint, JobKeys | None]:
+        """The endpoint and its keys, as soon as there is one; `former` is tried again if nothing newer comes."""
+        pause, longest = LOOK_AGAIN_S
+        while True:
+            found = await self._read()
+            if found is not None:
+                return found
+            await trio.sleep(pause)
+            pause = min(pause * 2, longest)
+
+    async def _read(self) -> tuple[Endpoint, JobKeys | None] | None:
+        """The run directory's present endpoint. Never blocks the agent, however sick the file system is."""
+        with trio.move_on_after(READ_TIMEOUT_S):
+            return await trio.to_thread.run_sync(self._read_files, abandon_on_cancel=True)
+        self._complain(f"the run directory {self._run_dir} does not answer")
+        return None
+
+    def _read_files(self) -> tuple[Endpoint, JobKeys | None] | None:
+        try:
+            endpoint = Endpoint.read(self._run_dir / "endpoint.json")
+            if endpoint is None:
+                return None
+            if endpoint.job != self._job:
+                self._complain(
+                    f"{self._run_dir} belongs to job {endpoint.job!r}, this agent to {self._job!r}; "
+                    "give every job its own run directory"
+                )
+                return None
+            if not endpoint.server_public:
+                return endpoint, None
+            keys = keys_from_environment(self._environ) or load_keys(self._run_dir / "keys.json")
+            return endpoint, keys
+        except (EndpointError, KeysError) as error:
+            self._complain(str(error))
+            return None
+
+    async def _stay(self, endpoint: Endpoint, keys: JobKeys | None) -> None:
+        """Hold the connection to `endpoint` until another endpoint is published while there is none."""
+        wire = AgentSocket(keys, heartbeat_timeout_s=self._heartbeat_timeout_s)
+        async with wire.running():
+            self._wire = wire
+            await wire.connect(endpoint.address)
+            connected, pause = False, LOOK_AGAIN_S[0]
+            while True:
+                batch: list[AgentEvent] = []
+                with trio.move_on_after(float("inf") if connected else pause):
+                    batch = await wire.recv_many()
+                for event in batch:
+                    connected = self._hear(event, connected)
+                if connected:
+                    pause = LOOK_AGAIN_S[0]
+                    continue
+                present = await self._read()
+                if present is not None and present[0] != endpoint:
+                    return
+                pause = min(pause * 2, LOOK_AGAIN_S[1])
+
+    # ---- a session --------------------------------------------------------------------------------------------
+
+    def _hear(self, event: AgentEvent, connected: bool) -> bool:
+        match event:
+            case Connected():
+                self._begin_session()
+                return True
+            case Disconnected():
+                self._gone()
+                return False
+            case HandshakeFailed():
+                self._complain(f"no connection to the controller: {event.reason}")
+                return connected
+            case _:
+                self._received(event.frame)
+                return connected
+
+    def _begin_session(self) -> None:
+        self._session = secrets.randbits(63)
+        self._orders.reset()
+        states: list[SlotState] = list(self._pending)
+        for body in self._queue.reset():
+            message = decode_from_agent(body)
+            if isinstance(message, Report):
+                states.extend(message.slots)
+            else:
+                self._other.append(body)
+        self._pending = tuple(states)
+        self._welcomed = False
+        self._say_hello()
+
+    def _say_hello(self) -> None:
+        self._send(0, encode_body(self._on.hello(self._address, self._pending)))
+        self._hello_at = time.monotonic() + HELLO_AGAIN_S
+        self.bell.set()
+
+    def _gone(self) -> None:
+        self._wire = self._wire if self._session else None
+        self._hello_at = None
+        if self._welcomed:
+            self._welcomed = False
+            self._on.lost()
+
+    def _received(self, frame: bytes) -> None:
+        try:
+            envelope = unpack(frame)
+            message = decode_from_controller(envelope.body)
+        except BadMessage as error:
+            self._complain(f"refused a message of the controller: {error}")
+            return
+        if envelope.job != self._job or envelope.session != self._session:
+            return  # of an earlier connection
+        if isinstance(message, Refused):
+            self._hello_at = None
+            self._on.refused(message.reason)
+            return
+        if isinstance(message, Welcome):
+            self._welcome(message)
+        elif not self._welcomed:
+            return
+        self._queue.acknowledge(envelope.ack)
+        if envelope.seq and self._orders.accept(envelope.seq):
+            self._obey(envelope.incarnation, message)
+        if envelope.seq:
+            self._send(0, encode_body(Acknowledge()))
+        self.poke()
+
+    def _welcome(self, message: Welcome) -> None:
+        self._hello_at = None
+        if self._welcomed:
+            return
+        self._welcomed = True
+        self._incarnation = message.incarnation
+        self._pending = ()
+        others, self._other = self._other, []
+        for body in others:
+            self._push(body)
+        self._on.welcomed(message)
+
+    def _obey(self, incarnation: int, message: FromController) -> None:
+        if isinstance(message, Directive):
+            self._on.directed(incarnation, message)
+
+    # ---- sending ----------------------------------------------------------------------------------------------
+
+    def _push(self, body: bytes) -> None:
+        try:
+            self._queue.push(body, time.monotonic())
+        except LinkFull as error:
+            self._complain(f"a report is lost: {error}")
+        self.poke()
+        self.bell.set()
+
+    def _send(self, seq: int, body: bytes) -> bool:
+        if self._wire is None or not self._session:
+            return False
+        return self._wire.send(pack(self._job, self._incarnation, self._session, seq, self._orders.acked, body))
+
+    def _complain(self, text: str) -> None:
+        """Each complaint once, until another one comes."""
+        if text != self._said:
+            self._said = text
+            self._on.complain(text)

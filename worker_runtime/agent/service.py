@@ -1,0 +1,407 @@
+"""The agent's shell: carries messages, exits and time into the machine, and its actions out.
+
+    run ─┬─ keep_guard          kills what is left if this agent is killed
+         ├─ reaper              buries orphans (this agent is a subreaper)
+         ├─ Link.run            the controller, wherever it is
+         ├─ controller keeper   only where this agent starts the controller itself
+         ├─ ForkServer.serve    once the first round runs
+         ├─ _clock              deadlines of machine and link
+         ├─ _beats, _signals, _watch_deaths
+         └─ for each process: _listen (its socket) and _bury (its end)
+
+The machine is called from any of these tasks, at once and without awaiting, so no two of its steps ever interleave.
+"""
+
+import os
+import signal
+import sys
+import time
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import trio
+
+from ...protocol.codec import BadMessage, decode_from_rank, encode_rank
+from ...protocol.exit_codes import ExitCode
+from ...protocol.messages import (
+    PROTOCOL_VERSION,
+    Beat,
+    Directive,
+    ExitRecord,
+    Hello,
+    Phase,
+    Remark,
+    SlotState,
+    Stage,
+    Welcome,
+)
+from ...protocol.names import AgentName, Slot, this_process
+from ...protocol.rank_messages import RANK_MESSAGE_LIMIT
+from ...protocol.settings import Settings
+from .actions import Action, AskStop, KillProcess, Leave, Say, Spawn, Tell, Write
+from .fork_child import target_of
+from .fork_server import ForkServer
+from .guarding import keep_guard
+from .hang import Progress
+from .keeper import keep_controller
+from .link import Handlers, Link
+from .machine import AgentMachine
+from .processes import RankProcess, SpawnError, finish, kill, spawn, wait_exit
+from .reaper import become_subreaper, reaper
+from .stderr_tail import Outlet
+
+DELIVERY_S = 2.0
+"""How long the last reports may take to be delivered at the end."""
+
+BIG_PROCESS_BYTES = 512 << 20
+"""From this much memory on, the kernel takes longer to tear a process down than `DEATH_WATCH_S`."""
+
+DEATH_WATCH_S = 0.05
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """Who this agent is, and what it runs.
+
+    order, expected, group: see `Hello`. controller: the command of a controller to keep
+    running, empty where somebody else does that. first_index: the local index of its first slot.
+    """
+
+    job: str
+    agent: AgentName
+    node: str
+    host: str
+    order: int
+    expected: int
+    group: str
+    run_dir: Path
+    command: tuple[str, ...]
+    slots: int
+    settings: Settings
+    first_index: int = 0
+    controller: tuple[str, ...] = ()
+    environ: dict[str, str] = field(default_factory=lambda: dict(os.environ))
+
+
+class Agent:
+    """One agent, from its start to its exit code."""
+
+    def __init__(self, options: Options) -> None:
+        self._options = options
+        self._token = os.urandom(16).hex()
+        self._machine = AgentMachine(options.agent, options.job, options.slots, options.settings, options.first_index)
+        self._link = Link(
+            options.job,
+            options.run_dir,
+            options.environ,
+            options.settings.heartbeat_timeout,
+            Handlers(self._hello, self._welcomed, self._directed, self._refused, self._lost, self._complain),
+        )
+        self._processes: dict[Slot, RankProcess] = {}
+        self._outlets = self._open_outlets()
+        self._fork_server: ForkServer | None = None
+        self._nursery: trio.Nursery | None = None
+        self._leave: Leave | None = None
+        self._left = trio.Event()
+        self._bell = trio.Event()
+
+    async def run(self) -> int:
+        """Supervise until the job is over; the exit code."""
+        become_subreaper()
+        async with trio.open_nursery() as guarding:
+            await guarding.start(keep_guard, self._token, self._complain)
+            async with trio.open_nursery() as nursery:
+                self._nursery = nursery
+                await nursery.start(reaper)
+                await nursery.start(self._signals)
+                if self._options.controller:
+                    await nursery.start(
+                        keep_controller, self._options.controller, self._complain, self._controller_left
+                    )
+                nursery.start_soon(self._link.run)
+                nursery.start_soon(self._clock)
+                nursery.start_soon(self._beats)
+                nursery.start_soon(self._watch_deaths)
+                self._do(self._machine.start(time.monotonic()))
+                await self._left.wait()
+                await self._deliver()
+                nursery.cancel_scope.cancel()
+            guarding.cancel_scope.cancel()
+        for outlet in self._outlets:
+            outlet.close(1.0)
+        assert self._leave is not None
+        return self._leave.code
+
+    async def _deliver(self) -> None:
+        """The controller should hear of the last exits."""
+        with trio.move_on_after(DELIVERY_S):
+            while self._link.up and not self._link.idle:
+                self._link.bell = trio.Event()
+                with trio.move_on_after(0.05):
+                    await self._link.bell.wait()
+
+    def _open_outlets(self) -> tuple[Outlet, ...]:
+        folder = self._options.settings.monitor_process_logdir
+        if folder is None:
+            return (Outlet(),)
+        with suppress(OSError):
+            os.makedirs(folder, exist_ok=True)
+        return (Outlet(), Outlet(folder))
+
+    # ---- actions ----------------------------------------------------------------------------------------------
+
+    def _do(self, actions: list[Action]) -> None:
+        nursery = self._nursery
+        assert nursery is not None
+        for action in actions:
+            match action:
+                case Spawn():
+                    nursery.start_soon(self._spawn, action)
+                case Say():
+                    self._say(action)
+                case KillProcess():
+                    nursery.start_soon(self._kill, action)
+                case Tell():
+                    self._link.report(action.states)
+                case AskStop():
+                    self._link.ask_stop(action.code, action.reason)
+                case Write():
+                    self._write(action)
+                case Leave():
+                    self._leave = action
+                    self._left.set()
+        self._bell.set()
+
+    async def _spawn(self, action: Spawn) -> None:
+        options = self._options
+        env = dict(options.environ)
+        env.update(
+            PERDURE_TOKEN=self._token,
+            PERDURE_JOB=options.job,
+            PERDURE_NODE=options.node,
+            PERDURE_AUTO_STAMP_S=f"{stamp_interval(self._machine.settings):g}",
+            PERDURE_EMPTY_CUDA_CACHE="1" if self._machine.settings.empty_cuda_cache else "0",
+        )
+        server = self._fork_server if action.spare else None
+        try:
+            process = await spawn(
+                options.command, action.slot, action.life, env, outlets=self._outlets, fork_server=server
+            )
+        except SpawnError as error:
+            self._complain(str(error))
+            record = ExitRecord(127, stderr=str(error))
+            self._do(self._machine.exited(action.slot, action.life, record, -1, time.monotonic()))
+            return
+        self._processes[action.slot] = process
+        self._do(self._machine.spawned(action.slot, action.life, process.pid))
+        nursery = self._nursery
+        assert nursery is not None
+        nursery.start_soon(self._listen, process)
+        nursery.start_soon(self._bury, process)
+
+    def _say(self, action: Say) -> None:
+        process = self._processes.get(action.slot)
+        if process is None or process.life != action.life or process.finished:
+            return
+        try:
+            process.sock.send(encode_rank(action.message))
+        except BlockingIOError:
+            self._complain(f"{action.slot} has read nothing for so long that its socket is full")
+        except OSError:
+            pass  # it is dead; its end is reported by `_bury`
+
+    async def _kill(self, action: KillProcess) -> None:
+        process = self._processes.get(action.slot)
+        if process is None or process.life != action.life:
+            return
+        self._write(Write("kill", f"killing pid {process.pid}: {action.why}", "warning", action.slot))
+        outcome = await kill(process, self._machine.settings.termination_grace_time)
+        if outcome == "unkillable":
+            text = f"pid {process.pid} outlived SIGKILL: this node is not to be trusted"
+            self._write(Write("unkillable", text, "error", action.slot))
+
+    def _write(self, line: Write) -> None:
+        remark = Remark(line.event, line.text, line.level, line.slot or "")
+        if not self._link.remark(remark):
+            who = line.slot or self._options.agent
+            print(f"perdure agent {who}: {line.text}", file=sys.stderr, flush=True)
+
+    def _complain(self, text: str) -> None:
+        self._write(Write("agent", text, "warning"))
+
+    # ---- processes --------------------------------------------------------------------------------------------
+
+    async def _listen(self, process: RankProcess) -> None:
+        """Everything that a rank says, until its end closes."""
+        while not process.finished:
+            try:
+                await trio.lowlevel.wait_readable(process.sock)
+            except (trio.ClosedResourceError, ValueError, OSError):
+                return
+            if not self._drain(process):
+                return
+
+    def _drain(self, process: RankProcess) -> bool:
+        """Take what has arrived; False at the end of the stream."""
+        while not process.finished:
+            try:
+                packet = process.sock.recv(RANK_MESSAGE_LIMIT)
+            except BlockingIOError:
+                return True
+            except OSError:
+                return False
+            if not packet:
+                return False
+            try:
+                message = decode_from_rank(packet)
+            except BadMessage as error:
+                self._complain(f"{process.slot} sent what cannot be read: {error}")
+                continue
+            step = process.beats.read().step
+            self._do(self._machine.rank_said(process.slot, process.life, message, step, time.monotonic()))
+        return False
+
+    async def _bury(self, process: RankProcess) -> None:
+        """Report the end of a process, then of everything it had started."""
+        code = await wait_exit(process)
+        self._drain(process)
+        record = ExitRecord(code, oom=code == -signal.SIGKILL and process.oom.claim(), stderr=process.stderr.text())
+        step = process.beats.read().step
+        self._do(self._machine.exited(process.slot, process.life, record, step, time.monotonic()))
+        trio.lowlevel.notify_closing(process.sock)
+        await finish(process, self._machine.settings.termination_grace_time)
+        if self._processes.get(process.slot) is process:
+            del self._processes[process.slot]
+
+    async def _watch_deaths(self) -> None:
+        """See the death of large processes before the kernel reports it, which takes about 0.12 ms for each MB.
+
+        Nothing wakes anybody when a process begins to die, so large ones (only) are looked at.
+        """
+        while True:
+            big = [p for p in self._processes.values() if not p.finished and resident_bytes(p.pid) >= BIG_PROCESS_BYTES]
+            if not big:
+                await trio.sleep(1.0)
+                continue
+            for _ in range(20):
+                await trio.sleep(DEATH_WATCH_S)
+                self._look_for_deaths(big)
+
+    def _look_for_deaths(self, processes: list[RankProcess]) -> None:
+        for process in processes:
+            if not process.finished and process.code is None and process.is_exiting():
+                step = process.beats.read().step
+                self._do(self._machine.dying(process.slot, process.life, step))
+
+    # ---- the controller ---------------------------------------------------------------------------------------
+
+    def _hello(self, address: str, pending: tuple[SlotState, ...]) -> Hello:
+        options = self._options
+        return Hello(
+            version=PROTOCOL_VERSION,
+            agent=options.agent,
+            node=options.node,
+            host=options.host,
+            address=address,
+            order=options.order,
+            expected=options.expected,
+            process=this_process(),
+            incarnation=self._machine.incarnation,
+            slots=self._machine.states(),
+            pending=pending,
+            group=options.group,
+        )
+
+    def _welcomed(self, welcome: Welcome) -> None:
+        self._do(self._machine.welcomed(welcome.incarnation, welcome.settings))
+
+    def _directed(self, incarnation: int, directive: Directive) -> None:
+        self._do(self._machine.directed(incarnation, directive, time.monotonic()))
+        if directive.phase is Phase.ABORT:
+            self._look_for_deaths(list(self._processes.values()))
+        if directive.phase is Phase.RUN and self._fork_server is None and self._machine.settings.respawn:
+            self._start_fork_server()
+
+    def _refused(self, reason: str) -> None:
+        self._do(self._machine.refused(reason, time.monotonic()))
+
+    def _lost(self) -> None:
+        self._do(self._machine.link_lost(time.monotonic()))
+
+    def _controller_left(self, code: int) -> None:
+        """Our own controller has ended: with the job, or because it could not lead at all."""
+        if not self._link.up and self._leave is None:
+            self._do(self._machine.abandoned(code, time.monotonic()))
+
+    def _start_fork_server(self) -> None:
+        """Only now: before, its imports would have slowed those of the ranks."""
+        env = {**self._options.environ, "PERDURE_JOB": self._options.job, "PERDURE_NODE": self._options.node}
+        self._fork_server = ForkServer(env, self._complain)
+        if target_of(self._options.command, os.getcwd()) is not None:
+            assert self._nursery is not None
+            self._nursery.start_soon(self._fork_server.serve)
+
+    # ---- time and signals -------------------------------------------------------------------------------------
+
+    async def _clock(self) -> None:
+        """Wake for the machine's and the link's deadlines, and for nothing else."""
+        while True:
+            self._bell = trio.Event()
+            self._link.bell = self._bell
+            wanted = [at for at in (self._machine.deadline(), self._link.deadline()) if at is not None]
+            wait = max(min(wanted) - time.monotonic(), 0.0) if wanted else float("inf")
+            with trio.move_on_after(wait):
+                await self._bell.wait()
+                continue
+            now = time.monotonic()
+            pages = {slot: self._progress(slot) for slot in self._machine.to_judge(now)}
+            self._do(self._machine.tick({slot: page for slot, page in pages.items() if page is not None}, now))
+            self._link.poke()
+
+    def _progress(self, slot: Slot) -> Progress | None:
+        process, local = self._processes.get(slot), self._machine.slots.get(slot)
+        if process is None or local is None or process.finished:
+            return None
+        beat = process.beats.read()
+        return Progress(
+            entered=local.entered,
+            auto=beat.auto_ns / 1e9,
+            ping=beat.ping_ns / 1e9 if beat.ping_ns else None,
+            pause_until=beat.pause_until_ns / 1e9,
+            step=beat.step,
+        )
+
+    async def _beats(self) -> None:
+        while True:
+            await trio.sleep(self._machine.settings.heartbeat_interval)
+            now = time.monotonic()
+            ranks: list[tuple[int, int, float]] = []
+            for slot, local in self._machine.slots.items():
+                page = self._progress(slot) if local.stage is Stage.RUNNING else None
+                if page is not None:
+                    ranks.append((local.state.index, page.step, round(now - page.last(with_ping=True), 3)))
+            self._link.beat(Beat(tuple(ranks)))
+
+    async def _signals(self, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
+        codes = {signal.SIGINT: ExitCode.INTERRUPTED, signal.SIGTERM: ExitCode.TERMINATED}
+        with trio.open_signal_receiver(*codes) as received:
+            task_status.started()
+            async for number in received:
+                name = signal.Signals(number).name
+                code = codes[signal.Signals(number)]
+                self._do(self._machine.stop(int(code), f"{name} to agent {self._options.agent}", time.monotonic()))
+
+
+def stamp_interval(settings: Settings) -> float:
+    """How often the runtime stamps: often enough that a limit is judged within 50 ms, seldom enough to cost nothing."""
+    return min(max(settings.soft_timeout / 20, 0.01), 0.25)
+
+
+def resident_bytes(pid: int) -> int:
+    """Physical memory of a process; 0 if it is gone."""
+    try:
+        with open(f"/proc/{pid}/statm", "rb") as file:
+            return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    except (OSError, IndexError, ValueError):
+        return 0
