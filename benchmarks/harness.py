@@ -160,10 +160,13 @@ class Job:
         self.folder = Path(tempfile.mkdtemp(prefix="perdure-bench-"))
         self.events_file = self.folder / "events.jsonl"
         self.events_file.touch()
-        self.mark = f"PERDURE_BENCH_JOB={uuid.uuid4().hex}"
+        self.mark = f"BENCHMARK_JOB={uuid.uuid4().hex}"
         self.processes: list[subprocess.Popen[bytes]] = []
+        self.essential: list[subprocess.Popen[bytes]] = []
+        """Those that must not fail; the others may be killed on purpose."""
 
     def __enter__(self) -> "Job":
+        signal.signal(signal.SIGTERM, signal.default_int_handler)  # a benchmark that is stopped cleans up as well
         return self
 
     def __exit__(
@@ -200,6 +203,8 @@ class Job:
         """Wait until `condition` holds. What is measured are stamps of the workers: looking now and then is enough."""
         deadline = time.monotonic() + timeout_s
         while not condition():
+            if any(process.poll() for process in self.essential):
+                raise BenchmarkFailed(f"waiting for {what}: a process has failed\n{self.tail()}")
             if time.monotonic() > deadline:
                 raise BenchmarkFailed(f"no {what} within {timeout_s:.0f} s\n{self.tail()}")
             time.sleep(0.02)

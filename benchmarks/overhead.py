@@ -30,6 +30,7 @@ def measure(blocks: int, calls: int) -> dict[str, dict[str, list[float]]]:
             [*PERDURE, "run", "--nproc=1", f"--run-dir={job.folder / 'run'}", "--", sys.executable, *worker],
             FT_RANK_MONITOR_IPC_SOCKET=str(monitor),
         )
+        job.essential.append(rank)
         job.wait_for("end of the measurement", lambda: rank.poll() is not None, 300.0)
         if not out.exists():
             raise BenchmarkFailed(f"the worker left no figures\n{job.tail()}")

@@ -1,7 +1,7 @@
 """One controller and the agents of thousands of ranks, on loopback: from a fault until the last agent has the new plan.
 
-The controller is the real one, with encryption; the agents are real on the wire and have no ranks behind them. Both share
-this machine's cores, so a controller on a machine of its own is faster.
+The controller is the real one, with encryption; the agents are real on the wire and have no ranks behind them. They
+share this machine's cores, so a controller on a machine of its own is faster.
 """
 
 import os
@@ -53,9 +53,9 @@ class Cluster:
         self.job = job
         self.agents = ranks // ranks_per_agent
         self.run_dir = job.folder / "run"
-        expected = f"--expected-agents={self.agents}"
-        knobs = ["--heartbeat-timeout=60", "--max-iterations=off"]
-        self.controller = job.start([*PERDURE, "controller", f"--run-dir={self.run_dir}", expected, *knobs])
+        where = [f"--run-dir={self.run_dir}", f"--agents={self.agents}", "--host=127.0.0.1"]
+        self.controller = job.start([*PERDURE, "controller", *where])
+        job.essential = job.processes  # all of them, as they come
         job.wait_for("controller", (self.run_dir / "endpoint.json").exists, 30.0)
         self.started = time.monotonic()
         self.crowds = [self.start_crowd(first, ranks_per_agent) for first in range(0, self.agents, AGENTS_PER_PROCESS)]

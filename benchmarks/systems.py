@@ -88,12 +88,12 @@ def perdure(scenario: Scenario, respawn: bool = True) -> list[Recovery]:
             f"--active-world-size={scenario.ranks}",
             f"--run-dir={job.folder / 'run'}",
             "--granularity=rank",
-            f"--respawn={'true' if respawn else 'false'}",
+            "--respawn" if respawn else "--no-respawn",
         ]
         if scenario.profile == "fast" and scenario.fault == "hang":
             options += ["--soft-timeout=1", "--hard-timeout=3"]  # a hang cannot be known sooner than the limit says
         worker = [sys.executable, str(PEERS / "perdure_worker.py"), *scenario.workload_arguments(job)]
-        job.start([*PERDURE, "run", *options, "--", *worker])
+        job.essential.append(job.start([*PERDURE, "run", *options, "--", *worker]))
         found = recoveries(job, scenario)
         job.wait_for_end(END_S)
         return found
@@ -130,7 +130,8 @@ def elastic(scenario: Scenario, launcher: str, options: list[str], worker_option
         # With the store shared between restarts, the default, every second recovery hangs here.
         environment = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "GROUP_RANK": "0"}
         program = str(Path(sys.executable).with_name(launcher))
-        job.start([sys.executable, program, *rendezvous, *size, *options, *worker], **environment)
+        launched = job.start([sys.executable, program, *rendezvous, *size, *options, *worker], **environment)
+        job.essential.append(launched)
         return recoveries(job, scenario)
 
 

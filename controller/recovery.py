@@ -63,10 +63,12 @@ class Memory:
     async def make_safe(self) -> None:
         """Bring everything that was taken to the disk, or say loudly that it is not."""
         safe = False
-        with trio.move_on_after(SYNC_TIMEOUT_S):
-            safe = await trio.to_thread.run_sync(self.journal.sync, abandon_on_cancel=True)
+        if not self.journal.busy:  # a sync that never came back must not cost a thread and a wait each time
+            with trio.move_on_after(SYNC_TIMEOUT_S):
+                safe = await trio.to_thread.run_sync(self.journal.sync, abandon_on_cancel=True)
         if not safe:
-            self._complain(f"the journal is {self.journal.behind} bytes behind: the disk is full, failing or frozen")
+            why = self.journal.trouble or f"no sync has finished within {SYNC_TIMEOUT_S:g} s"
+            self._complain(f"the journal is {self.journal.behind} bytes behind: {why}")
         elif self._trouble:
             self._trouble = False
             self._log.line("journal", "the journal is complete on disk again", level="warning")

@@ -165,8 +165,9 @@ class Kill(msgspec.Struct, frozen=True, array_like=True):
 class Directive(msgspec.Struct, frozen=True, tag="directive", omit_defaults=True):
     """All that one agent should be doing; it replaces every earlier one.
 
-    seats: this agent's seats of `round`. local_world_size: seats of its node, other agents' included. kill: processes to kill now. lives: slot -> the life that should be there: an agent
-    that has an earlier one, dead, spawns the next. cause: one line that says why the round ends or the job ends.
+    seats: this agent's seats of `round`. local_world_size: seats of its node, other agents' included.
+    kill: processes to kill now. lives: slot -> the life that should be there: an agent that has an earlier one, dead,
+    spawns the next. cause: one line that says why the round ends or the job ends.
     """
 
     round: int

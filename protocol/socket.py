@@ -77,7 +77,8 @@ class Socket:
     async def readable(self) -> None:
         """Wait until a receive would find something, or until `wake`."""
         await checkpoint_if_cancelled()
-        await self._wait(zmq.POLLIN)
+        if not await self._wait(zmq.POLLIN):
+            await cancel_shielded_checkpoint()
 
     def wake(self) -> None:
         """Let every waiting task look again. `readable` returns; the others go on waiting if they find nothing."""
@@ -136,8 +137,7 @@ class Socket:
             try:
                 result = operation()
             except zmq.Again:
-                await self._wait(flag)
-                waited = True
+                waited = await self._wait(flag) or waited
                 continue
             except zmq.ZMQError as error:
                 raise _translated(error) from error
@@ -147,22 +147,25 @@ class Socket:
                 await cancel_shielded_checkpoint()
             return result
 
-    async def _wait(self, flag: int) -> None:
-        """Return when EVENTS has `flag`, or after `wake`."""
+    async def _wait(self, flag: int) -> bool:
+        """Return when EVENTS has `flag`, or after `wake`: whether other tasks could run meanwhile."""
         wakes = self._wakes
+        waited = False
         self._count(flag, 1)
         try:
             while self._wakes == wakes:
                 events = self._events()
                 if events & flag:
-                    return
+                    break
                 self._wake_concerned(events)  # reading EVENTS may have consumed the notice that others wait for
+                waited = True
                 if self._leader is None:
                     await self._lead()
                 else:
                     await self._followers.park()
         finally:
             self._count(flag, -1)
+        return waited
 
     async def _lead(self) -> None:
         try:

@@ -20,7 +20,7 @@ from .codec import MESSAGE_LIMIT
 QUEUE_LIMIT = 1000
 """Frames per peer and direction in libzmq's queues."""
 
-RESOLVE_TIMEOUT_S = 5.0
+RESOLVE_TIMEOUT_S = 4.0
 TERM_TIMEOUT_S = 2.0
 
 

@@ -1,7 +1,7 @@
 """Aborting the communicators of one round: an ordered list of steps, each bounded in time, no error of theirs hidden.
 
-User steps come first, then NCCL, then gloo and the store. The steps run once, in whichever thread comes first: the abort
-thread when the round is interrupted, the main thread when its own function failed.
+User steps come first, then NCCL, then gloo and the store. The steps run once, in whichever thread comes first: the
+abort thread when the round is interrupted, the main thread when its own function failed.
 """
 
 import sys
@@ -93,7 +93,8 @@ def _nccl_steps() -> list[Hook]:
 
 
 def abort_nccl() -> None:
-    """Abort every NCCL communicator, each group in its own thread. The groups are destroyed later, by the main thread."""
+    """Abort every NCCL communicator, each group in its own thread. The groups are destroyed later, by the main
+    thread."""
     try:
         from nvidia_resiliency_ext.inprocess.abort import AbortTorchDistributed  # pyright: ignore
     except ImportError as error:

@@ -1,8 +1,8 @@
 """One round in this process, by the main thread: prepare, call the training function, judge how it ended, clean up.
 
-The judgement, in order: a forked child is no rank and goes its own way; a process that was asked to leave leaves; whatever
-the function raised while an interrupt was wanted is a consequence of it; anything else is a fault, and is told before the
-clean-up so that the peers learn of it at once.
+The judgement, in order: a forked child is no rank and goes its own way; a process that was asked to leave leaves;
+whatever the function raised while an interrupt was wanted is a consequence of it; anything else is a fault, and is
+told before the clean-up so that the peers learn of it at once.
 """
 
 import os
@@ -57,7 +57,7 @@ class Attempt:
         self.value: Any = None
         self.fault: Fault | None = None
         self._around = around
-        self._connections = Connections(enter.master_port)
+        self._connections = Connections(enter.master_port, enter.world_size)
         self._abort = RoundAbort(around.hooks.abort, self._connections, around.link.note)
         self.flight = Flight(enter.round, self._abort, around.link.wake)
         self._store: Any = None

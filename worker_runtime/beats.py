@@ -148,7 +148,8 @@ class BeatPage:
         self.words[W_DYING] = dying
 
     def read(self) -> Beat:
-        """A snapshot. Words are read one after the other while the rank writes, so two of them may differ by one beat."""
+        """A snapshot. Words are read one after the other while the rank writes, so two of them may differ by one
+        beat."""
         words = self.words
         depth = min(max(words[W_DEPTH], 0), SECTIONS_RECORDED)
         sections: list[tuple[str, int]] = []

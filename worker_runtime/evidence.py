@@ -24,8 +24,8 @@ _COLLECTIVE = f"{os.sep}torch{os.sep}distributed{os.sep}"
 # Exception types that torch raises only for communication.
 _PEER_TYPES = frozenset({"DistBackendError", "DistStoreError", "DistNetworkError"})
 
-# What gloo, NCCL and the store say when the other side is gone. Plain errors of the operating system of these kinds count
-# only with an exception of torch's, or RuntimeError: a trainer's own broken pipe to its logger is its own fault.
+# What gloo, NCCL and the store say when the other side is gone. Plain errors of the operating system of these kinds
+# count only with an exception of torch's, or RuntimeError: a trainer's own broken pipe to its logger is its own fault.
 _PEER_WORDS = (
     "connection closed by peer",
     "connection reset by peer",
@@ -178,7 +178,8 @@ class Witness:
 
 
 def forget(error: BaseException) -> None:
-    """Empty the frames that `error` holds, so that the tensors in their locals go now and not at the next collection."""
+    """Empty the frames that `error` holds, so that the tensors in their locals go now and not at the next
+    collection."""
     for each in chain(error):
         traceback.clear_frames(each.__traceback__)
         each.__traceback__ = None

@@ -1,21 +1,25 @@
 """An abort for gloo, which has none: shut down the TCP connections that gloo itself opened, and the store's clients.
 
-A collective that waits on a silent peer then fails at once, here and at the peers; the listening sockets stay, because gloo
-ends the process when its listener breaks.
+A collective that waits on a silent peer then fails at once, here and at the peers; the listening sockets stay, because
+gloo ends the process when its listener breaks.
 
 Which sockets are gloo's is known from the kernel, not guessed: each gloo device has one epoll instance, and in it its
-listener and every connection, also those that are opened later. A listener that came into being while torch made a process
-group, and that sits in an epoll instance, marks that instance. The user's own sockets are in no such instance.
+listener and every connection, also those that are opened later. A listener that came into being while torch made a
+process group, and that sits in an epoll instance, marks that instance. The user's own sockets are in no such instance.
 
-The fds of a process may be closed and reused at any moment: a connection is shut down only through a duplicate of its fd
-whose inode is the one that the epoll instance has.
+The fds of a process may be closed and reused at any moment: a connection is shut down only through a duplicate of its
+fd whose inode is the one that the epoll instance has.
 """
 
 import contextlib
 import os
 import socket
+import sys
 import threading
 from collections.abc import Generator
+
+KNOCKS = 4096
+KNOCK_LIMIT_S = 0.2
 
 _FDS = "/proc/self/fd"
 _EPOLL = "anon_inode:[eventpoll]"
@@ -30,8 +34,10 @@ class _Known:
 class Connections:
     """The connections of one round that an abort shuts down."""
 
-    def __init__(self, store_port: int) -> None:
+    def __init__(self, store_port: int, world_size: int) -> None:
         self._store_port = store_port
+        self._world_size = world_size
+        self._knocked: set[int] = set()
         self._opening: list[set[int]] = []
         self._closed = False
         self._lock = threading.Lock()
@@ -58,19 +64,39 @@ class Connections:
             if self._closed:
                 return 0
             fds = _fds()
-            marks = set(_Known.listeners)
-            if self._opening:
-                now = {inode for _, inode in fds.sockets}
-                for before in list(self._opening):
-                    marks |= _listening(now - before)
+            now = {inode for _, inode in fds.sockets}
+            fresh: set[int] = set()
+            for before in list(self._opening):
+                fresh |= _listening(now - before)
+            marks = _Known.listeners | fresh
             count = 0
             for epoll in fds.epolls:
                 watched = _watched_by(epoll)
                 if marks.intersection(watched.values()):
                     count += sum(_shut_down(fd, inode, None) for fd, inode in watched.items())
+            for fd, inode in fds.sockets:
+                if inode in fresh and inode not in self._knocked:
+                    self._knocked.add(inode)
+                    _knock(fd, self._world_size)
             if self._store_port:
                 count += sum(_shut_down(fd, inode, self._store_port) for fd, inode in fds.sockets)
             return count
+
+
+def _knock(listener: int, world_size: int) -> None:
+    """Play the peers for which a gloo device that is being connected still waits, and hang up on it.
+
+    gloo connects each pair of ranks once: one side waits for a connection that starts with the pair's number, 8 bytes,
+    counted from 0 by the waiting device. There is no socket to shut down until the peer has come, and it may never
+    come.
+    """
+    with contextlib.suppress(OSError), socket.socket(fileno=os.dup(listener)) as copy:
+        address = copy.getsockname()
+        for number in range(min(world_size + 1, KNOCKS)):
+            with socket.socket(copy.family, socket.SOCK_STREAM) as peer:
+                peer.settimeout(KNOCK_LIMIT_S)
+                peer.connect(address)
+                peer.sendall(number.to_bytes(8, sys.byteorder))
 
 
 class _Fds:

@@ -1,7 +1,8 @@
-"""Between two rounds: take the process groups down, run the finalize hooks, and decide whether this process is fit for more.
+"""Between two rounds: take the process groups down, run the finalize hooks, and decide whether this process is fit for
+more.
 
-What fails here makes the process unfit (`Unfit`): it says so and leaves, because a half-cleaned rank would fail the next
-round for everybody.
+What fails here makes the process unfit (`Unfit`): it says so and leaves, because a half-cleaned rank would fail the
+next round for everybody.
 """
 
 import inspect
@@ -68,7 +69,8 @@ def run_finalize(hooks: Sequence[Hook]) -> None:
 
 
 class HealthChecks:
-    """The user's checks first, then those of nvidia-resiliency-ext where they apply. A check fails by raising or by False."""
+    """The user's checks first, then those of nvidia-resiliency-ext where they apply. A check fails by raising or by
+    False."""
 
     def __init__(self, users: Sequence[Callable[[], object]]) -> None:
         self._users = users

@@ -1,11 +1,13 @@
-"""Leaving the training function from outside: one `Flight` for each life of the function, and the `Interrupter` that ends it.
+"""Leaving the training function from outside: one `Flight` for each life of the function, and the `Interrupter` that
+ends it.
 
 Rules:
 - `RoundInterrupted` is raised only in the main thread, only while `Flight.inside`, never inside `Round.atomic()`.
   It is raised by the handler of a real-time signal, so that sleeps, locks and waits are left at once.
-- Communicators are aborted before the main thread is signalled: a thread that is blocked in a collective runs no Python.
-- The signal is repeated, ever more slowly, until the main thread has come out. An exception that user code caught without
-  letting it go on is found at the next repetition, and the frame that caught it is named.
+- Communicators are aborted before the main thread is signalled: a thread that is blocked in a collective runs no
+  Python.
+- The signal is repeated, ever more slowly, until the main thread has come out. An exception that user code caught
+  without letting it go on is found at the next repetition, and the frame that caught it is named.
 - An interrupt that comes when the function has already been left is a state (`Flight.wanted`), not an exception.
 """
 
@@ -17,14 +19,16 @@ from time import monotonic
 from types import FrameType, TracebackType
 from typing import Protocol
 
-from .evidence import frame_in_collective, name_of_frame, user_place
+from .evidence import frame_in_collective, user_place
+from .swallow import Spot, spots, swallower
 
 FIRST_REPEAT_S = 0.05
 LAST_REPEAT_S = 1.0
 UNWIND_GRACE_S = 5.0
 """While `finally` and `except` blocks work on the interrupt, it is not raised again for this long."""
 ATOMIC_POLL_S = 0.02
-"""The end of an atomic section wakes the runtime thread; this bounds the wait if that wake-up was itself interrupted."""
+"""The end of an atomic section wakes the runtime thread; this bounds the wait if that wake-up was itself
+interrupted."""
 SWALLOWS_NAMED = 8
 
 
@@ -60,7 +64,7 @@ class Flight:
         self.closed = False
         self._wake = wake
         self._lock = threading.Lock()
-        self._stack: list[tuple[int, object, str]] = []
+        self._stack: list[Spot] = []
         self._raised_at = 0.0
 
     def request(self, cause: str) -> bool:
@@ -71,7 +75,15 @@ class Flight:
             if self.wanted is None:
                 self.wanted = cause
                 self.wanted_at = monotonic()
+                # Before the abort: afterwards a rank that waited in a collective is already on its way out of it.
+                self._look(sys._current_frames().get(threading.main_thread().ident or 0))
             return True
+
+    def _look(self, frame: FrameType | None) -> None:
+        """Note where the main thread is."""
+        if self.inside and frame is not None:
+            self.where = user_place(frame)
+            self.in_collective = frame_in_collective(frame)
 
     def close(self) -> str | None:
         """By the main thread, out of the function: from here on requests are refused. Says whether there was one."""
@@ -97,34 +109,21 @@ class Flight:
             return
         now = monotonic()
         if not self._raised_at:
-            self.where = user_place(frame)
-            self.in_collective = frame_in_collective(frame)
+            if not self.where:
+                self._look(frame)
         elif _being_handled(sys.exc_info()[1]):
             if now - self._raised_at < UNWIND_GRACE_S:
                 return
         else:
             self._name_swallower(frame)
         self._raised_at = now
-        self._stack = _stack(frame)
+        self._stack = spots(frame)
         raise RoundInterrupted(self.wanted)
 
     def _name_swallower(self, frame: FrameType | None) -> None:
-        # The innermost frame that was on the stack then and is still there now is the one that caught it and went on.
-        now = {(identity, code) for identity, code, _ in _stack(frame)}
-        for identity, code, place in self._stack:
-            if (identity, code) in now:
-                if place not in self.swallowed and len(self.swallowed) < SWALLOWS_NAMED:
-                    self.swallowed.append(place)
-                return
-
-
-def _stack(frame: FrameType | None) -> list[tuple[int, object, str]]:
-    # Frames are remembered by identity, never by reference: that would keep their locals alive.
-    found: list[tuple[int, object, str]] = []
-    while frame is not None:
-        found.append((id(frame), frame.f_code, name_of_frame(frame)))
-        frame = frame.f_back
-    return found
+        place = swallower(self._stack, spots(frame))
+        if place and place not in self.swallowed and len(self.swallowed) < SWALLOWS_NAMED:
+            self.swallowed.append(place)
 
 
 def _being_handled(error: BaseException | None) -> bool:

@@ -4,10 +4,10 @@ Rules: the thread never blocks on anything but its poll, so that an interrupt, t
 are never behind something slow. Sending is allowed from every thread: one packet is one message, and the kernel keeps
 packets whole. When the agent is gone, so is the job's knowledge of this process: it ends.
 
-The automatic stamp shows that the interpreter moves. Every interval one call is queued that the main thread makes between
-two bytecodes (a C function that raises a semaphore: no Python runs in odd places); the stamp is the time at which the
-newest such call was queued while the earlier one had been made. So a main thread that is stuck in C is known by the age of
-the stamp, and never judged early. At most one call is queued at a time.
+The automatic stamp shows that the interpreter moves. Every interval one call is queued that the main thread makes
+between two bytecodes (a C function that raises a semaphore: no Python runs in odd places); the stamp is the time at
+which the newest such call was queued while the earlier one had been made. So a main thread that is stuck in C is known
+by the age of the stamp, and never judged early. At most one call is queued at a time.
 """
 
 import contextlib

@@ -110,7 +110,8 @@ class Round:
         words[W_PING] = monotonic_ns()
 
     def section(self, name: str) -> Section:
-        """A context manager that says what the rank is doing: `setup`, `step` or `checkpointing`. They may be nested."""
+        """A context manager that says what the rank is doing: `setup`, `step` or `checkpointing`. They may be
+        nested."""
         try:
             return self._sections[name]
         except (KeyError, TypeError):

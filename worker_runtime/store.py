@@ -1,7 +1,7 @@
 """The rendezvous store of one round: a port held open at the gate, and the TCPStore that takes it over on rank 0.
 
-Holding the listening socket from before the plan until the store serves it means that no other process can take the port,
-and that a peer that connects early waits in the backlog instead of being refused.
+Holding the listening socket from before the plan until the store serves it means that no other process can take the
+port, and that a peer that connects early waits in the backlog instead of being refused.
 """
 
 import contextlib
@@ -36,7 +36,8 @@ class Port:
 
 
 def host_store(port: Port | None, address: str, number: int) -> Any:
-    """Serve the round's store on `number`, on rank 0. None where torch is not imported: the trainer will serve it later."""
+    """Serve the round's store on `number`, on rank 0. None where torch is not imported: the trainer will serve it
+    later."""
     distributed = sys.modules.get("torch.distributed")
     if distributed is None or not distributed.is_available():
         if port is not None:

@@ -1,8 +1,9 @@
 """Many agents in one process, for `scale.py`: real sockets, encryption, sequence numbers and messages, but no ranks.
 
-Each agent says what a real one would say for ranks that obey at once: all of an agent's ranks come to the gate, or enter
-a round, together, and are told of in one report. The agents of a process share one libzmq context and one trio loop.
-Commands come by standard input: `fault` makes a rank of the first agent raise, `end` ends the process.
+Each agent says what a real one would say for ranks that obey at once: all of its ranks come to the gate, or enter
+a round, together, and are told of in one report. They share a libzmq context and a trio loop.
+Commands come by standard input: `fault` makes a rank of the first agent raise, `calm` slows the heartbeats down to their
+default interval, `end` ends the process.
 """
 
 import argparse
@@ -42,6 +43,7 @@ PORT = 29_500
 """Any number will do: nobody opens a store there."""
 
 RESEND_AFTER_S = 1.0
+CALM_S = 30.0
 HEARTBEAT_TIMEOUT_S = 60.0
 
 
@@ -149,6 +151,7 @@ class Crowd:
         self.options, self.events = options, events
         self.agents: list[Agent] = []
         self.told: dict[tuple[str, int], int] = {}
+        self.beat_interval_s: float = options.beat_interval
 
     async def run(self) -> None:
         keys = load_keys(self.options.run_dir / "keys.json")
@@ -184,18 +187,20 @@ class Crowd:
 
     async def keep_time(self) -> None:
         """Heartbeats, evenly spread, and messages that must be sent again."""
-        interval_s = self.options.beat_interval
         while True:
             for agent in self.agents:
                 agent.beat()
                 agent.flush()
-                await trio.sleep(interval_s / len(self.agents))
+                await trio.sleep(self.beat_interval_s / len(self.agents))
 
     async def obey_commands(self) -> None:
         async for line in trio.lowlevel.FdStream(sys.stdin.fileno()):
             for command in line.decode().split():
                 if command == "end":
                     return
+                if command == "calm":
+                    self.beat_interval_s = CALM_S
+                    continue
                 self.events.emit("fault", round=self.agents[0].directive.round)
                 self.agents[0].fail()
 

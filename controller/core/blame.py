@@ -1,8 +1,9 @@
 """Who is to blame for the end of a round: from everything that was seen, one cause, its companions, and the victims.
 
-Evidence has four strengths. A stronger one outranks a weaker one however late it comes, because the kernel tells of a death
-only after it has torn the memory down, while the peers' connections break at once. Within one strength the first wins,
-except among hangs, where the rank that answers nothing comes before one that answered, and the longest silent comes first.
+Evidence has four strengths. A stronger one outranks a weaker one however late it comes, because the kernel tells of a
+death only after it has torn the memory down, while the peers' connections break at once. Within one strength the
+first wins, except among hangs, where the rank that answers nothing comes before one that answered, and the longest
+silent comes first.
 
     culprit   a process died by itself, a node is gone, a health check failed, an exception that is the rank's own
     hang      no progress, and not inside a collective
@@ -28,9 +29,9 @@ class Strength(IntEnum):
 
 @dataclass(slots=True)
 class Finding:
-    """One fault, when the controller learned of it, and the rank that the process had in the round."""
+    """One fault and the rank that the process had in the round. number: 0, 1, ... as the controller learned of them."""
 
-    at: float
+    number: int
     rank: int
     fault: Fault
     answered: bool = False
@@ -45,7 +46,7 @@ class Finding:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """cause: the first cause. companions: failed by themselves in the same round. victims: failed because others had."""
+    """cause: the first cause. companions: others that failed by themselves. victims: failed because others had."""
 
     cause: Finding
     companions: tuple[Finding, ...]
@@ -65,8 +66,8 @@ def judge(findings: Sequence[Finding]) -> Verdict:
     return Verdict(cause, companions, victims)
 
 
-def _order(finding: Finding) -> tuple[int, bool, float, float]:
+def _order(finding: Finding) -> tuple[int, bool, float, int]:
     strength = finding.strength
     if strength in (Strength.HANG, Strength.WAITING):
-        return (strength, finding.answered, -finding.fault.stale_s, finding.at)
-    return (strength, False, finding.at, 0.0)
+        return (strength, finding.answered, -finding.fault.stale_s, finding.number)
+    return (strength, False, finding.number, 0)

@@ -1,8 +1,8 @@
 """How often a job may fail: durable counts over every restart path, and the loop breaker.
 
-The counts live in the core's state, so replaying the journal restores them: a new controller, or a new node, never resets a
-budget. `max_iterations` counts rounds, the first included. `max_rank_faults` counts ranks that failed by themselves, never
-their victims.
+The counts live in the core's state, so replaying the journal restores them: a new controller, or a new node, never
+resets a budget. `max_iterations` counts rounds, the first included. `max_rank_faults` counts ranks that failed by
+themselves, never their victims.
 """
 
 from ...protocol.faults import Fault, FaultKind
@@ -16,8 +16,8 @@ SAME_FAILURE_LIMIT_WITHOUT_STEPS = 10
 
 _DETERMINISTIC_ERRORS = frozenset(
     {
-        "ImportError", "ModuleNotFoundError", "SyntaxError", "IndentationError", "NameError", "TypeError", "AttributeError",
-        "ArgumentError",
+        "ImportError", "ModuleNotFoundError", "SyntaxError", "IndentationError", "NameError", "TypeError",
+        "AttributeError", "ArgumentError",
     }
 )  # fmt: skip
 """What a wrong program raises, every time, before it has done any work."""
@@ -49,6 +49,11 @@ class Budget:
         self._last_signature = cause.signature
         self._last_slot = cause.slot
         self._furthest_at_last_failure = self.furthest_step
+        return self.spend_more(0, settings)
+
+    def spend_more(self, culprits: int, settings: Settings) -> str:
+        """Count ranks that failed after their round was counted. Returns as `spend`."""
+        self.rank_faults += culprits
         limit = settings.max_rank_faults
         if limit is not None and self.rank_faults > limit:
             return f"rank fault {self.rank_faults} of at most {limit} (max_rank_faults)"

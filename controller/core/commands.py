@@ -29,7 +29,7 @@ class Direct(msgspec.Struct, frozen=True, tag="direct"):
 
 
 class Tell(msgspec.Struct, frozen=True, tag="tell", omit_defaults=True):
-    """Write one line of the log. durable: the story depends on it, so the journal must be on disk before anybody reads it."""
+    """Write one line of the log."""
 
     event: str
     text: str

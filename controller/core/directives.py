@@ -1,7 +1,7 @@
 """What each agent should be doing, as a pure function of the job's state; only what changed is sent.
 
-While a round is aborted or the job waits, every agent without deaths of its own gets the *same* Directive object, so that the
-shell encodes it once for all of them.
+While a round is aborted or the job waits, every agent without deaths of its own gets the *same* Directive object, so
+that the shell encodes it once for all of them.
 """
 
 from __future__ import annotations
@@ -111,6 +111,6 @@ class Directives:
         if not seats and not kill and not lives:
             return shared
         return Directive(
-            shared.round, shared.phase, tuple(seats), shared.world_size, on_node, shared.master_addr, shared.master_port,
-            kill, lives, shared.cause, shared.code,
+            shared.round, shared.phase, tuple(seats), shared.world_size, on_node, shared.master_addr,
+            shared.master_port, kill, lives, shared.cause, shared.code,
         )  # fmt: skip

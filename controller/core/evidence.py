@@ -1,7 +1,8 @@
 """What is known: takes in what agents say of their slots, and notes in the present round what speaks of a fault.
 
-Nothing is decided here but that a round must end: evidence of a fault in a round that runs ends it. Everything may come twice,
-late, or in another order; a process that is not in the present round, by slot *and* life, says nothing about it.
+Nothing is decided here but that a round must end: evidence of a fault in a round that runs ends it. Everything may
+come twice, late, or in another order; a process that is not in the present round, by slot *and* life, says nothing
+about it.
 """
 
 from __future__ import annotations
@@ -112,7 +113,7 @@ class Evidence:
         """There is evidence of a fault in the present round. News ends the round, if it still runs."""
         job, round = self._job, self._job.round
         assert round is not None
-        if not round.add(fault, rank, job.now, answered):
+        if not round.add(fault, rank, answered):
             return
         job.tell(
             "fault",
@@ -167,6 +168,6 @@ class Evidence:
             return
         round.to_settle.discard(rank)
         state = record.state
-        round.add(Fault(state.slot, state.life, round.index, kind, why, step=state.step), rank, job.now)
+        round.add(Fault(state.slot, state.life, round.index, kind, why, step=state.step), rank)
         if job.phase in (JobPhase.RUNNING, JobPhase.COMPLETING):
             job.abort()

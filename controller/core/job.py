@@ -15,7 +15,7 @@ Rules:
 from collections.abc import Callable
 
 from ...protocol.faults import FaultKind
-from ...protocol.messages import PROTOCOL_VERSION, Stage
+from ...protocol.messages import PROTOCOL_VERSION
 from ...protocol.names import AgentName
 from ...protocol.settings import Settings
 from . import wording
@@ -25,7 +25,7 @@ from .directives import Directives
 from .events import Attached, Event, LinkLost, Opened, Reported, Silent, StopAsked, Tick
 from .evidence import Evidence
 from .planning import Planning
-from .roster import AgentRecord, Roster
+from .roster import Roster
 from .rounds import JobPhase, Round, check_transition
 from .verdict import close_round
 
@@ -84,7 +84,7 @@ class Job:
     # ---- the face ---------------------------------------------------------------------------------------------
 
     def on(self, event: Event, now: float) -> list[Command]:
-        """Take in one event; return what is to be done. `now` is in seconds, never less than before in an incarnation."""
+        """Take in one event; return what is to be done. `now` is in seconds, and never goes back in an incarnation."""
         self.now = now
         self.commands = []
         self._handlers[type(event)](event)

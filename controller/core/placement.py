@@ -135,7 +135,10 @@ def _anywhere(node: str, group: str, index: int) -> Hashable:
 
 
 class _Pool(Generic[SlotT]):
-    """Candidates found by nearness in constant time. At most `reserve_limit` reserves are given out, so that no mover goes short."""
+    """Candidates found by nearness in constant time.
+
+    At most `reserve_limit` reserves are given out, so that no mover goes short.
+    """
 
     def __init__(
         self, movers: Sequence[Candidate[SlotT]], reserves: Sequence[Candidate[SlotT]], reserve_limit: int

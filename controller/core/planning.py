@@ -12,7 +12,7 @@ from .budget import is_hopeless, round_allowed
 from .placement import Candidate, CannotPlace, place, world_size
 from .roster import SlotRecord
 from .rounds import JobPhase, Round, Times
-from .verdict import tell_story
+from .verdict import count_late_faults, tell_story
 
 if TYPE_CHECKING:
     from .job import Job
@@ -35,70 +35,76 @@ class Planning:
         if job.recovering:
             return False
         agents = [a for a in job.roster.agents.values() if not a.lost]
+        missing = max(job.expected - len(agents), 0)
+        if not agents or missing or any(r.coming for a in agents for r in a.slots.values()):
+            return job.due("forming") and self._formed_late(missing)
         slots = [r for a in agents for r in a.slots.values()]
-        missing_agents = max(job.expected - len(agents), 0)
-        late = [r for r in slots if r.coming]
-        if slots and all(r.state.stage is Stage.GONE and not r.coming for r in slots) and not missing_agents:
+        if all(r.state.stage is Stage.GONE for r in slots):
             return self._all_left(slots)
-        left = [r for r in slots if r.state.stage is Stage.GONE and r.state.exit is not None and r.state.exit.code == 0]
-        if left and any(r.at_gate for r in slots):
-            text = f"some ranks wait in the resilient function, but these exited with code 0 without calling it: {wording.missing(left)}"
-            return job.end(ExitCode.FAILED, text)
-        if agents and not missing_agents and not late:
-            return self._formed()
-        if not job.due("forming"):
-            return False
-        ready = sum(r.at_gate for r in slots)
-        names = wording.missing(late) if late else "none of the known ranks"
-        text = f"{missing_agents} of {job.expected or 'the expected'} agents and these ranks are missing after {job.settings.forming_timeout:g} s (forming_timeout): {names}"
-        if ready < max(job.settings.min_world_size, 1) or (job.settings.active_world_size or 1) > ready:
-            return job.end(ExitCode.NOT_FORMED, text)
-        job.tell("forming_late", f"starting without those who are missing: {text}", level="warning")
+        left = [r for r in slots if r.state.exit is not None and r.state.exit.code == 0]
+        if left:
+            why = "some ranks wait in the resilient function, but these exited with code 0 without calling it"
+            return job.end(ExitCode.FAILED, f"{why}: {wording.missing(left)}")
+        return self._formed()
+
+    def _formed_late(self, missing_agents: int) -> bool:
+        """`forming_timeout` has passed: start with those who are there, if they are enough."""
+        job = self._job
+        late = [r for r in job.roster.slots() if r.coming]
+        ready = sum(r.at_gate for r in job.roster.slots())
+        who: list[str] = []
+        if missing_agents:
+            who.append(f"{missing_agents} of {job.expected} agents")
+        elif not job.roster.agents:
+            who.append("every agent")
+        if late:
+            who.append(f"ranks {wording.missing(late)}")
+        text = f"missing after {job.settings.forming_timeout:g} s (forming_timeout): {' and '.join(who)}"
+        needed = max(job.settings.min_world_size, job.settings.active_world_size or 1)
+        if ready < needed:
+            ranks = "rank is" if ready == 1 else "ranks are"
+            return job.end(ExitCode.NOT_FORMED, f"{text}; {ready} {ranks} ready, at least {needed} needed")
+        job.tell("forming_late", f"starting with {ready} ranks; {text}", level="warning")
         return self._formed()
 
     def _formed(self) -> bool:
         self._job.timers.pop("forming", None)
-        self._job.timers["respawn"] = self._job.now
+        self._job.arm("respawn", 0.0)
         self._job.move(JobPhase.PLANNING)
         return True
 
     def _all_left(self, slots: list[SlotRecord]) -> bool:
         """Every process exited before it reached the gate: scripts that never call a resilient function."""
-        codes = [r.state.exit.code if r.state.exit else 0 for r in slots]
+        codes = [wording.exit_status(r.state.exit) for r in slots if r.state.exit]
         worst = next((code for code in codes if code), 0)
-        self._job.round = None
-        return self._job.end(
-            worst if worst >= 0 else 128 - worst, "all processes exited without calling a resilient training function"
-        )
+        return self._job.end(worst, "all processes exited without calling a resilient training function")
 
     # ---- RELEASED ---------------------------------------------------------------------------------------------
 
     def after_release(self) -> bool:
         """After a completed round the trainers exit, or meet at the gate again for another resilient function."""
         job = self._job
-        alive = [r for r in job.roster.slots() if r.alive]
-        if not alive:
+        slots = job.roster.slots
+        if not any(r.alive for r in slots()):
             if job.code:
                 return job.end(job.code, f"completed, but a process exited with code {job.code} afterwards")
             return job.end(ExitCode.COMPLETED, "completed")
         # A reserve that has not heard of the release is still at the gate; one that came again was seen outside.
-        again = [r for r in alive if r.state.stage is Stage.GATE and r.released]
-        if len(again) == len(alive):
-            job.timers["respawn"] = job.now
+        if not any(r.came_again for r in slots()):
             job.timers.pop("regather", None)
+            return False
+        rest = [r for r in slots() if r.alive and not r.came_again]
+        if not rest:
+            job.timers.pop("regather", None)
+            job.arm("respawn", 0.0)
             job.move(JobPhase.PLANNING)
             return True
-        if not again:
-            job.timers.pop("regather", None)
-        elif "regather" not in job.timers:
-            job.timers["regather"] = job.now + job.settings.forming_timeout
-        if job.due("regather"):
-            rest = [r for r in alive if r not in again]
-            return job.end(
-                ExitCode.NOT_FORMED,
-                f"some ranks called another resilient function, these did not: {wording.missing(rest)}",
-            )
-        return False
+        if "regather" not in job.timers:
+            job.arm("regather", job.settings.forming_timeout)
+        if not job.due("regather"):
+            return False
+        why = "some ranks called another resilient function, these did not"
+        return job.end(ExitCode.NOT_FORMED, f"{why}: {wording.missing(rest)}")
 
     # ---- PLANNING ---------------------------------------------------------------------------------------------
 
@@ -111,9 +117,12 @@ class Planning:
         known = sum(1 for _ in job.roster.slots())
         target = settings.active_world_size or known
         coming = [r for r in job.roster.slots() if r.coming]
-        if len(candidates) < target and coming and not job.due("respawn") and "respawn" in job.timers:
+        if len(candidates) < target and coming and "respawn" in job.timers and not job.due("respawn"):
             return False
         job.timers.pop("respawn", None)
+        spent = count_late_faults(job)
+        if spent:
+            return job.end(ExitCode.BUDGET_SPENT, spent)
         index = 0 if job.round is None else job.round.index + 1
         refusal = round_allowed(index, settings)
         if refusal:
@@ -136,7 +145,7 @@ class Planning:
             times=Times(planned=job.now),
             master_port=seats[0].state.port,
         )
-        job.timers["entry"] = job.now + job.settings.barrier_timeout
+        job.arm("entry", job.settings.barrier_timeout)
         job.move(JobPhase.RUNNING)
 
     def _candidates(self) -> list[Candidate[SlotRecord]]:
@@ -192,8 +201,8 @@ class Planning:
         if record.state.round < 0 and fault.kind is FaultKind.EXIT and fault.code == 0:
             return  # a script that never calls a resilient function; see `form`
         if record.failed_starts > START_FAILURES_LIMIT:
-            text = f"{record.slot} stays empty: {record.failed_starts} processes in a row died before they reached the gate"
-            job.tell("slot_empty", text, level="error", slot=record.slot)
+            why = f"{record.failed_starts} processes in a row died before they reached the gate"
+            job.tell("slot_empty", f"{record.slot} stays empty: {why}", level="error", slot=record.slot)
             return
         record.wanted = max(record.wanted, record.state.life + 1)
         job.directives.dirty(record.agent)

@@ -1,7 +1,7 @@
 """Who is there: every agent and slot that the job knows, and what each last said.
 
-A `SlotRecord` belongs to one agent *process*. When another process takes over an agent's name, the old records are dead for
-good and new ones are made, so that nothing said of an old process can touch a new one.
+A `SlotRecord` belongs to one agent *process*. When another process takes over an agent's name, the old records are
+dead for good and new ones are made, so that nothing said of an old process can touch a new one.
 """
 
 from collections.abc import Iterator
@@ -90,6 +90,11 @@ class SlotRecord:
         return self.state.stage is Stage.GATE and self.alive and not self.unfit
 
     @property
+    def came_again(self) -> bool:
+        """Waits for another resilient function, after it was released from one."""
+        return self.released and self.state.stage is Stage.GATE and self.alive
+
+    @property
     def coming(self) -> bool:
         """A process is starting in it, or about to be."""
         if self.agent.lost:
@@ -133,7 +138,7 @@ class Roster:
         return known, replaced
 
     def update(self, agent: AgentRecord, state: SlotState) -> tuple[SlotRecord, SlotState | None] | None:
-        """Note what an agent says of a slot. Returns the record and what was known before, or None if it is old news."""
+        """Note what an agent says of a slot. Returns its record and what was known before; None if it is old news."""
         record = agent.slots.get(state.slot)
         if record is None:
             record = agent.slots[state.slot] = SlotRecord(agent, state)

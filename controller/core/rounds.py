@@ -1,7 +1,7 @@
 """One round: one life of the training function on one set of ranks.
 
-Everything that belongs to a round hangs off its `Round` object, which is dropped whole when the next one begins, so nothing
-can leak across.
+Everything that belongs to a round hangs off its `Round` object, which is dropped whole when the next one begins, so
+nothing can leak across.
 """
 
 from dataclasses import dataclass, field
@@ -62,7 +62,10 @@ class Times:
 
 @dataclass(slots=True)
 class Round:
-    """index: 0, 1, ... seats: rank -> slot record. findings: (slot, life) -> evidence. late: who had to be given up, and why."""
+    """index: 0, 1, ... seats: rank -> slot record, and `lives` which of its processes.
+
+    findings: (slot, life) -> evidence. late: who had to be given up, and why.
+    """
 
     index: int
     seats: dict[int, SlotRecord]
@@ -78,6 +81,10 @@ class Round:
     """Ranks that are awaited: inside the function, back from it, or (while aborting) known to be out of it."""
     interrupted_by_restart: bool = False
     """A controller died during this round: its phase times are not measurements."""
+    counted: int = 0
+    """Ranks that failed by themselves, as far as the budget knows."""
+    noted: int = 0
+    """Pieces of evidence so far."""
 
     def __post_init__(self) -> None:
         self.rank_of = {record: rank for rank, record in self.seats.items()}
@@ -95,14 +102,15 @@ class Round:
             return None
         return rank
 
-    def add(self, fault: Fault, rank: int, now: float, answered: bool = False) -> bool:
+    def add(self, fault: Fault, rank: int, answered: bool = False) -> bool:
         """Note evidence; True if it is news.
 
-        Of one process the first evidence stays, unless the same kind comes again with more detail, or stronger evidence comes.
+        Of one process the first evidence stays, unless the same kind comes again with more detail, or a stronger one.
         """
         key = (fault.slot, fault.life)
         known = self.findings.get(key)
-        finding = Finding(now, rank, fault, answered)
+        finding = Finding(self.noted, rank, fault, answered)
+        self.noted += 1
         if known is None:
             self.findings[key] = finding
             return True

@@ -20,6 +20,7 @@ def close_round(job: Job, round: Round) -> bool:
     cause = verdict.cause.fault
     culprits = 1 + len(verdict.companions)
     spent = job.budget.spend(cause, culprits, job.settings)
+    round.counted = culprits
     text = wording.describe(cause, verdict.cause.rank)
     if is_hopeless(cause, job.budget.furthest_step):
         return job.end(ExitCode.FAILED, f"{text}; not retried, since it would fail again:\n{cause.detail}")
@@ -28,6 +29,16 @@ def close_round(job: Job, round: Round) -> bool:
     if job.budget.loops():
         return _break_loop(job, verdict)
     return False
+
+
+def count_late_faults(job: Job) -> str:
+    """Ranks of the closed round that failed while the next one was planned count, too; why the job must stop."""
+    round = job.closed
+    if round is None:
+        return ""
+    culprits = 1 + len(judge(list(round.findings.values())).companions)
+    late, round.counted = max(culprits - round.counted, 0), max(culprits, round.counted)
+    return job.budget.spend_more(late, job.settings) if late else ""
 
 
 def _break_loop(job: Job, verdict: Verdict) -> bool:
@@ -56,7 +67,7 @@ def _break_loop(job: Job, verdict: Verdict) -> bool:
 def tell_story(job: Job, old: Round, new: Round, reserves: int) -> None:
     """One line: what ended the old round, who suffered, who sits where now, and what each phase took."""
     verdict = judge(list(old.findings.values()))
-    phases = {
+    phases: dict[str, float | None] = {
         "abort_ms": wording.milliseconds(old.times.fault, old.times.quiesced),
         "plan_ms": wording.milliseconds(old.times.quiesced, new.times.planned),
         "enter_ms": wording.milliseconds(new.times.planned, new.times.entered),
@@ -81,7 +92,7 @@ def tell_story(job: Job, old: Round, new: Round, reserves: int) -> None:
         parts.append("a controller restart fell into this round, so it has no phase times")
         phases = {}
     else:
-        parts.append("abort {abort_ms} + plan {plan_ms} + enter {enter_ms} = {total_ms} ms".format(**phases))
+        parts.append(_timing(phases))
     job.tell(
         "recovered",
         "; ".join(parts),
@@ -92,3 +103,10 @@ def tell_story(job: Job, old: Round, new: Round, reserves: int) -> None:
         faults=job.budget.rank_faults,
         phases=phases,
     )
+
+
+def _timing(phases: dict[str, float | None]) -> str:
+    told = f"abort {phases['abort_ms']} + plan {phases['plan_ms']}"
+    if phases["total_ms"] is None:
+        return f"{told} ms; ended before all ranks had entered"
+    return f"{told} + enter {phases['enter_ms']} = {phases['total_ms']} ms"

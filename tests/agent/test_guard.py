@@ -115,10 +115,12 @@ def test_the_guard_is_small(run: Run) -> None:
             (pid,) = children()
             proc = Path("/proc", str(pid))
             with trio.move_on_after(1):
-                while "read" not in (proc / "wchan").read_text():  # Until it waits for its pipe, where that may be seen.
+                while (
+                    "read" not in (proc / "wchan").read_text()
+                ):  # Until it waits for its pipe, where that may be seen.
                     await trio.sleep(0.01)
             pages = int((proc / "statm").read_text().split()[1])
-            print(pages * os.sysconf('SC_PAGE_SIZE') >> 20, 'MiB')
+            print(pages * os.sysconf("SC_PAGE_SIZE") >> 20, "MiB")
             assert pages * os.sysconf("SC_PAGE_SIZE") < 16 << 20
             nursery.cancel_scope.cancel()
 

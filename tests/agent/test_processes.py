@@ -1,6 +1,7 @@
 """Real processes: starting them, learning of their end, ending them."""
 
 import os
+import resource
 import select
 import signal
 import sys
@@ -135,7 +136,9 @@ say((os.getsid(0) == os.getpid(), names["0"], "memfd" in names[page], sorted(ext
 def test_stderr_without_newlines_is_bounded_and_passed_on(
     run: Run, env: dict[str, str], python: Python, tmp_path: Path
 ) -> None:
-    source = "import os\nfor i in range(500): os.write(2, b'x' * 10000)\nos.write(2, b'\\xff\\xfe the end')\nos._exit(3)"
+    source = (
+        "import os\nfor i in range(500): os.write(2, b'x' * 10000)\nos.write(2, b'\\xff\\xfe the end')\nos._exit(3)"
+    )
 
     async def main() -> None:
         outlet = Outlet(str(tmp_path))
@@ -277,7 +280,9 @@ def test_another_rank_and_another_life_are_left_alone(run: Run, env: dict[str, s
 
 
 def test_a_stopped_rank_runs_its_handler_first(run: Run, env: dict[str, str], python: Python) -> None:
-    source = HELLO + "import signal, time\nsignal.signal(signal.SIGTERM, lambda *_: os._exit(44))\nsay('up')\ntime.sleep(60)"
+    source = (
+        HELLO + "import signal, time\nsignal.signal(signal.SIGTERM, lambda *_: os._exit(44))\nsay('up')\ntime.sleep(60)"
+    )
 
     async def main() -> None:
         process = await spawn(python(source), SLOT, 1, env)
@@ -340,7 +345,10 @@ def test_dying_is_seen_long_before_death(
     run: Run, env: dict[str, str], python: Python, record_property: Callable[[str, object], None]
 ) -> None:
     """SIGKILL of a process with much memory: the flag first, the socket and the pidfd only when the memory is torn down."""
-    source = HELLO + "import time\nb = bytearray(800 << 20)\nfor i in range(0, len(b), 4096): b[i] = 1\nsay('up')\ntime.sleep(60)"
+    source = (
+        HELLO
+        + "import time\nb = bytearray(800 << 20)\nfor i in range(0, len(b), 4096): b[i] = 1\nsay('up')\ntime.sleep(60)"
+    )
 
     async def main() -> None:
         process = await spawn(python(source), SLOT, 1, env)
@@ -375,6 +383,24 @@ def test_a_process_that_dumps_core_counts_as_exiting(run: Run, env: dict[str, st
         assert is_exiting(process.pid)  # A zombie.
         await finish(process, 0)
         assert is_exiting(process.pid)  # Nobody.
+
+    run(main)
+
+
+def test_a_host_out_of_descriptors_leaks_none(run: Run, env: dict[str, str]) -> None:
+    async def main() -> None:
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        used = len(os.listdir("/proc/self/fd"))
+        try:
+            for spare in range(12):
+                resource.setrlimit(resource.RLIMIT_NOFILE, (used + spare, hard))
+                try:
+                    process = await spawn(["sleep", "60"], SLOT, 1, env)
+                except (OSError, SpawnError):
+                    continue
+                await finish(process, 0)
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
     run(main)
 

@@ -52,11 +52,12 @@ def test_a_claimed_child_keeps_its_status() -> None:
     assert process.wait() == 41
 
 
-@pytest.mark.skipif(os.geteuid() != 0 or shutil.which("unshare") is None, reason="a pid namespace needs root and unshare")
+@pytest.mark.skipif(
+    os.geteuid() != 0 or shutil.which("unshare") is None, reason="a pid namespace needs root and unshare"
+)
 def test_it_works_as_pid_1() -> None:
     """In a pid namespace of its own, as in a container: orphans come to PID 1, and none stays a zombie."""
-    source = (
-        """
+    source = """
         import os, secrets, sys, trio
         from perdure.worker_runtime.agent import processes, reaper
         from perdure.worker_runtime.agent.tree import snapshot
@@ -74,7 +75,6 @@ def test_it_works_as_pid_1() -> None:
                 nursery.cancel_scope.cancel()
             print("clean")
         """
-    )
     program = f"ORPHANS = {ORPHANS!r}\n{textwrap.dedent(source)}\ntrio.run(main)"
     command = ["unshare", "-p", "-f", "--mount-proc", sys.executable, "-c", program]
     done = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)

@@ -35,7 +35,14 @@ def a_hello(slots: tuple[SlotState, ...]) -> Hello:
 def test_a_message_comes_back_whole() -> None:
     for message in (a_hello((a_state(),)), Report((a_state(), a_state(index=2))), Beat(((0, 17, 0.25),))):
         assert codec.decode_from_agent(codec.encode_body(message)) == message
-    directive = Directive(4, Phase.RUN, (Seat(Slot("n0/1"), 2, 0),), 8, "10.0.0.1", 4242, lives={Slot("n0/1"): 2})
+    directive = Directive(
+        round=4,
+        phase=Phase.RUN,
+        seats=(Seat(Slot("n0/1"), 2, 0),),
+        world_size=8,
+        master_addr="h",
+        lives={Slot("n0/1"): 2},
+    )
     assert codec.decode_from_controller(codec.encode_body(directive)) == directive
     ready = Ready(3, 4242, a_fault(), timings={"abort": 0.5})
     assert codec.decode_from_rank(codec.encode_rank(ready)) == ready

@@ -60,7 +60,7 @@ def a_pair(room: Room, transport: str, directory: Path, limit: int) -> tuple[Soc
 
 
 class Endpoint:
-    """One end of a duplex stream: sends 0..count-1 and expects the same, while its operations are cancelled at random."""
+    """One end of a duplex stream: sends 0..count-1 and expects the same; its operations are cancelled at random."""
 
     def __init__(self, socket: Socket, count: int, seed: int) -> None:
         self.socket = socket
@@ -108,10 +108,17 @@ async def duplex(pair: tuple[Socket, Socket], count: int) -> int:
     return sum(end.cancelled for end in ends)
 
 
-@pytest.mark.parametrize(("transport", "limit"), [("ipc", 5), ("tcp", 5), ("inproc", 5), ("tcp", 1000)])
-def test_duplex_with_random_cancellation_loses_nothing(room: Room, tmp_path: Path, transport: str, limit: int) -> None:
+@pytest.mark.parametrize(
+    ("transport", "limit", "count"),
+    [("ipc", 5, 20_000), ("tcp", 5, 20_000), ("inproc", 5, 5_000), ("tcp", 1000, 5_000)],
+)
+def test_duplex_with_random_cancellation_loses_nothing(
+    room: Room, tmp_path: Path, transport: str, limit: int, count: int
+) -> None:
+    """`count` messages each way; with a queue of five both sides wait for room all the time."""
+
     async def test() -> None:
-        assert await duplex(a_pair(room, transport, tmp_path, limit), 5_000) > 100
+        assert await duplex(a_pair(room, transport, tmp_path, limit), count) > count // 50
 
     run(test)
 
@@ -167,34 +174,35 @@ def test_many_tasks_share_one_router(room: Room) -> None:
     run(test)
 
 
-def test_sending_does_not_swallow_the_wake_up_of_a_receiver(room: Room, tmp_path: Path) -> None:
+@pytest.mark.parametrize("transport", ["ipc", "inproc"])
+def test_sending_does_not_swallow_the_wake_up_of_a_receiver(room: Room, tmp_path: Path, transport: str) -> None:
     """Bursts both ways, then silence: whatever was sent must have been delivered."""
     burst = 300
+    near, far = a_pair(room, transport, tmp_path, 1000)
 
-    async def echo(socket: Socket) -> None:
+    async def echo() -> None:
         while True:
-            for message in await socket.recv_many():
-                while not socket.send_nowait(message):
-                    await trio.lowlevel.checkpoint()
+            for message in await far.recv_many():
+                await far.send(message)
+
+    async def collect(received: list[int]) -> None:
+        while len(received) < burst:
+            received.extend(int(message[0]) for message in await near.recv_many())
+
+    async def exchange() -> None:
+        received: list[int] = []
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(collect, received)
+            for number in range(burst):
+                await near.send([b"%d" % number])
+        assert received == list(range(burst))
 
     async def test() -> None:
-        for transport in ("ipc", "inproc"):
-            near, far = a_pair(room, transport, tmp_path, 1000)
-            async with trio.open_nursery() as nursery:
-                nursery.start_soon(echo, far)
-                for _ in range(20):
-                    async with trio.open_nursery() as burst_nursery:
-                        received: list[list[bytes]] = []
-
-                        async def collect(into: list[list[bytes]]) -> None:
-                            while len(into) < burst:
-                                into.extend(await near.recv_many())
-
-                        burst_nursery.start_soon(collect, received)
-                        for number in range(burst):
-                            await near.send([b"%d" % number])
-                    assert [int(message[0]) for message in received] == list(range(burst))
-                nursery.cancel_scope.cancel()
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(echo)
+            for _ in range(25):
+                await exchange()
+            nursery.cancel_scope.cancel()
 
     run(test)
 
@@ -275,6 +283,30 @@ def test_wake_ends_readable_and_nothing_else(room: Room) -> None:
             assert len(nursery.child_tasks) == 1
             await far.send([b"x"])
         assert received == [[b"x"]]
+
+    run(test)
+
+
+def test_every_wait_lets_other_tasks_run(room: Room) -> None:
+    """Also when there is nothing to wait for, so that a flood of messages does not stop the program."""
+
+    async def test() -> None:
+        near, far = a_pair(room, "inproc", Path(), 10)
+        turns = 0
+
+        async def other() -> None:
+            nonlocal turns
+            while True:
+                turns += 1
+                await trio.lowlevel.checkpoint()
+
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(other)
+            await far.send([b"x"])
+            for _ in range(20):
+                await near.readable()
+            assert turns > 10
+            nursery.cancel_scope.cancel()
 
     run(test)
 

@@ -6,7 +6,6 @@ import resource
 import signal
 import socket
 import struct
-import subprocess
 import sys
 import time
 from collections.abc import Awaitable, Callable
@@ -18,10 +17,10 @@ import zmq
 from perdure.protocol import wire
 from perdure.protocol.agent_socket import AgentEvent, AgentSocket
 from perdure.protocol.codec import MESSAGE_LIMIT
-from perdure.protocol.controller_socket import ControllerEvent, ControllerSocket, ensure_descriptors
+from perdure.protocol.controller_socket import ControllerEvent, ControllerSocket
 from perdure.protocol.keys import JobKeys, new_keys
 from perdure.protocol.socket import UnknownPeer
-from perdure.protocol.wire import Connected, Disconnected, HandshakeFailed, Received, WireError
+from perdure.protocol.wire import Connected, Disconnected, HandshakeFailed, Received
 
 KEYS = new_keys()
 STRANGER = new_keys()
@@ -58,6 +57,11 @@ def an_agent(keys: JobKeys | None = KEYS, heartbeat_timeout_s: float = 4.0) -> A
     return AgentSocket(keys, heartbeat_timeout_s=heartbeat_timeout_s)
 
 
+async def a_process(controller: ControllerSocket) -> trio.Process:
+    """An agent in a process of its own."""
+    return await trio.lowlevel.open_process([sys.executable, "-c", CHILD, controller.address, KEYS.text()])
+
+
 async def next_event(agent: AgentSocket) -> AgentEvent:
     """The one thing that happens next."""
     (event,) = await agent.recv_many()
@@ -82,17 +86,10 @@ async def join(controller: ControllerSocket, agent: AgentSocket) -> bytes:
 
 
 async def refusals(controller: ControllerSocket, count: int) -> dict[str, int]:
-    """Pump the controller until so many refusals were counted."""
-    async with trio.open_nursery() as nursery:
-
-        async def pump() -> None:
-            while True:
-                await controller.events()
-
-        nursery.start_soon(pump)
-        while controller.refusals.total() < count:
-            await trio.sleep(0.005)
-        nursery.cancel_scope.cancel()
+    """Let the controller work until so many refusals were counted."""
+    while controller.refusals.total() < count:
+        with trio.move_on_after(0.01):
+            await controller.events()
     return dict(controller.refusals)
 
 
@@ -109,7 +106,7 @@ def test_both_sides_talk_and_learn_of_the_end(keys: JobKeys | None, host: str) -
                 assert controller.peers == 1
                 for number in range(2_000):
                     while not controller.send(peer, b"%d" % number):
-                        await trio.sleep(0.001)
+                        await trio.lowlevel.checkpoint()
                 received: list[AgentEvent] = []
                 while len(received) < 2_000:
                     received.extend(await agent.recv_many())
@@ -127,20 +124,43 @@ def test_both_sides_talk_and_learn_of_the_end(keys: JobKeys | None, host: str) -
     run(test)
 
 
+def test_a_long_backlog_is_delivered_before_the_end_is_told() -> None:
+    """More frames than one batch: the end must wait for the last of them."""
+
+    async def test() -> None:
+        async with a_controller().listening() as controller:
+            agent = an_agent()
+            async with agent.running():
+                peer = await join(controller, agent)
+                sent = 0
+                while sent < 1_900:
+                    sent += agent.send(b"%d" % sent)
+                    await trio.lowlevel.checkpoint()
+            received: list[ControllerEvent] = []
+            while Disconnected(peer) not in received:
+                received += await controller.events()
+            assert received.pop() == Disconnected(peer)
+            assert received == [Received(peer, b"%d" % number) for number in range(len(received))]
+            assert len(received) > 900  # what libzmq had not yet sent when the agent closed is lost
+
+    run(test)
+
+
 def test_a_killed_process_is_noticed_in_milliseconds() -> None:
     async def test() -> None:
         async with a_controller().listening() as controller:
-            child = subprocess.Popen([sys.executable, "-c", CHILD, controller.address, KEYS.text()])
+            child = await a_process(controller)
             try:
                 hello = await until(controller, lambda event: isinstance(event, Received))
-                assert child.poll() is None
+                assert child.returncode is None
                 started = time.monotonic()
                 child.send_signal(signal.SIGKILL)
                 assert await controller.events() == [Disconnected(hello.peer)]
                 assert time.monotonic() - started < 1.0
             finally:
                 child.kill()
-                child.wait()
+                with trio.CancelScope(shield=True):
+                    await child.wait()
 
     run(test)
 
@@ -148,7 +168,7 @@ def test_a_killed_process_is_noticed_in_milliseconds() -> None:
 def test_a_frozen_process_is_noticed_by_heartbeat() -> None:
     async def test() -> None:
         async with a_controller(heartbeat_timeout_s=0.4).listening() as controller:
-            child = subprocess.Popen([sys.executable, "-c", CHILD, controller.address, KEYS.text()])
+            child = await a_process(controller)
             try:
                 hello = await until(controller, lambda event: isinstance(event, Received))
                 with trio.move_on_after(1.0) as quiet:
@@ -160,7 +180,8 @@ def test_a_frozen_process_is_noticed_by_heartbeat() -> None:
                 assert 0.2 < time.monotonic() - started < 2.0
             finally:
                 child.kill()
-                child.wait()
+                with trio.CancelScope(shield=True):
+                    await child.wait()
 
     run(test)
 
@@ -207,7 +228,7 @@ def test_an_agent_moves_to_another_controller() -> None:
 
 
 def test_a_newer_connection_of_a_peer_takes_over() -> None:
-    """After a network cut the old connection looks alive for a while; the agent must be heard by its new one at once."""
+    """After a network cut the old connection looks alive for a while; the new one must be heard at once."""
 
     async def test() -> None:
         async with a_controller().listening() as controller:
@@ -240,6 +261,7 @@ def test_a_thousand_short_lived_peers_are_each_told_once() -> None:
                     for event in await controller.events():
                         if isinstance(event, Received):
                             heard.append(event.peer)
+                            assert controller.send(event.peer, b"welcome")
                         else:
                             assert event.peer in heard
                             gone.append(event.peer)
@@ -251,8 +273,7 @@ def test_a_thousand_short_lived_peers_are_each_told_once() -> None:
                     await agent.connect(controller.address)
                     assert await next_event(agent) == Connected()
                     assert agent.send(b"hello")
-                    while agent.routing_id not in heard:
-                        await trio.sleep(0.001)
+                    assert await next_event(agent) == Received(b"", b"welcome")
 
             nursery.start_soon(watch)
             context = wire.new_context()
@@ -327,7 +348,7 @@ def test_a_frame_too_long_is_cut_at_its_header() -> None:
                 await stream.send_all(b"\x00\x05hello")
                 assert await controller.events() == [Received(b"x", b"hello")]
                 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-                await stream.send_all(b"\x02" + struct.pack(">Q", 400 << 20) + bytes(100_000))
+                await stream.send_all(b"\x02" + struct.pack(">Q", 400 << 20))
                 assert await controller.events() == [Disconnected(b"x")]
                 assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 50_000
 
@@ -457,86 +478,5 @@ def test_nothing_is_left_open() -> None:
         for _ in range(5):
             await once()
         assert (len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))) == before
-
-    run(test)
-
-
-# ---- mistakes at the start ------------------------------------------------------------------------------------
-
-
-def fails_to_bind(message: str, **options: object) -> None:
-    async def test() -> None:
-        with pytest.raises(WireError, match=message):
-            await a_controller(**options).bind()
-
-    run(test, within_s=8.0)
-
-
-def test_a_port_taken() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        fails_to_bind("another program has it; choose another port", port=taken.getsockname()[1])
-
-
-def test_a_host_that_is_unknown_or_elsewhere() -> None:
-    fails_to_bind("'no-such-host.invalid' cannot be resolved", host="no-such-host.invalid")
-    fails_to_bind("this host has no such address", host="198.51.100.7")
-
-
-def test_a_port_that_is_none() -> None:
-    for port in (-1, 65_536):
-        with pytest.raises(WireError, match="0 .any free port. to 65535"):
-            a_controller(port=port)
-
-
-@pytest.mark.parametrize(
-    "address", ["", "tcp://", "tcp://host", "tcp://host:0", "tcp://host:99999", "udp://host:1", "tcp://:5"]
-)
-def test_an_address_that_is_none(address: str) -> None:
-    with pytest.raises(WireError, match="tcp://host:port"):
-        wire.split_address(address)
-
-
-def test_too_few_open_files_is_said_before_anything_starts() -> None:
-    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    with pytest.raises(WireError, match=f"allows {hard} open files"):
-        ensure_descriptors(hard + 1)
-
-
-def test_the_soft_limit_of_open_files_is_raised_when_needed() -> None:
-    program = (
-        "import resource\n"
-        "from perdure.protocol.controller_socket import ensure_descriptors\n"
-        "resource.setrlimit(resource.RLIMIT_NOFILE, (256, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))\n"
-        "ensure_descriptors(1000)\n"
-        "print(resource.getrlimit(resource.RLIMIT_NOFILE)[0])\n"
-    )
-    assert subprocess.check_output([sys.executable, "-c", program]).strip() == b"1000"
-
-
-def test_where_a_host_is_reached_from() -> None:
-    async def test() -> None:
-        assert await wire.local_address("tcp://127.0.0.1:4242") == "127.0.0.1"
-        assert await wire.local_address("tcp://localhost:4242") in ("127.0.0.1", "::1")
-        assert await wire.local_address("tcp://[::1]:4242") == "::1"
-        with pytest.raises(WireError, match="cannot be resolved"):
-            await wire.local_address("tcp://no-such-host.invalid:1")
-
-    run(test)
-    assert wire.is_numeric(wire.host_address())
-
-
-def test_a_controller_on_all_addresses_tells_a_real_one() -> None:
-    async def test() -> None:
-        async with a_controller(host="*").listening() as controller:
-            host, port = wire.split_address(controller.address)
-            assert wire.is_numeric(host)
-            assert host not in ("0.0.0.0", "::")
-            for target in (controller.address, f"tcp://127.0.0.1:{port}"):
-                agent = an_agent()
-                async with agent.running():
-                    await agent.connect(target)
-                    assert await next_event(agent) == Connected()
-        async with a_controller(host="*", advertise="head-node").listening() as controller:
-            assert controller.address.startswith("tcp://head-node:")
 
     run(test)

@@ -180,6 +180,9 @@ class ForkServer:
             if reply["error"]:
                 raise ForkRefused(reply["error"])
             pid: int = reply["pid"]
+            entry = read_entry(pid)
+            if entry is None or entry.parent != os.getpid():
+                raise ForkRefused(f"process {pid} did not become a child of this one, which must be a subreaper")
             claim_child(pid)
             # From here to the end nothing awaits: the child is claimed, and it starts.
             os.write(go, b"g")

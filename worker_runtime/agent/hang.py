@@ -1,9 +1,9 @@
 """Whether a rank hangs, judged from its beat page. Pure: stamps and `now` are arguments, in seconds of one clock.
 
-Two stamps tell different things. The *automatic* one shows that the interpreter runs bytecode in the main thread; it stands
-still in a C call that does not return, with the GIL held or not, and in a frozen process. The *ping* shows that the work
-moves; it counts from the first ping of a round on, and it stands still in a livelock too. The older of the two is the rank's
-progress. Nothing wakes up to look before the earliest instant at which a limit can have passed.
+Two stamps tell different things. The *automatic* one shows that the interpreter runs bytecode in the main thread; it
+stands still in a C call that does not return, with the GIL held or not, and in a frozen process. The *ping* shows
+that the work moves; it counts from the first ping of a round on, and it stands still in a livelock too. The older of
+the two is the rank's progress. Nothing wakes up to look before the earliest instant at which a limit can have passed.
 """
 
 from dataclasses import dataclass
@@ -11,12 +11,12 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """What the page says, in seconds. entered: when the function was entered; ping: None if it has not pinged in this round.
+    """What the page says, in seconds.
 
+    auto: its first stamp of a round is the entry into the function. ping: None if it has not pinged in this round.
     pause_until: no judgement before this instant; afterwards silence is counted from it.
     """
 
-    entered: float
     auto: float
     ping: float | None
     pause_until: float
@@ -24,13 +24,12 @@ class Progress:
 
     def last(self, *, with_ping: bool) -> float:
         """When the rank last moved."""
-        auto = max(self.auto, self.entered)
-        moved = min(auto, max(self.ping, self.entered)) if with_ping and self.ping is not None else auto
+        moved = min(self.auto, self.ping) if with_ping and self.ping is not None else self.auto
         return max(moved, self.pause_until)
 
-    def stuck_in(self) -> str:
+    def stuck_in(self, now: float, soft_s: float) -> str:
         """What stands still, for people."""
-        if self.ping is not None and self.ping < self.auto:
+        if now - self.auto < soft_s / 2:
             return f"no ping after step {self.step}, though the interpreter runs"
         return "the main thread runs no Python (a C call that does not return, the GIL held, or a frozen process)"
 
@@ -46,9 +45,9 @@ class Judgement:
 
 
 def judge(progress: Progress, now: float, soft_s: float, hard_s: float, *, with_ping: bool) -> Judgement:
-    """Compare the progress with both limits. `with_ping` is off while the rank is being interrupted: it cannot ping then."""
+    """Compare the progress with both limits. `with_ping` is off while a rank is interrupted: it cannot ping then."""
     last = progress.last(with_ping=with_ping)
     stale = max(now - last, 0.0)
     soft, hard = stale >= soft_s, stale >= hard_s
-    again = last + (soft_s if not soft else hard_s)
+    again = last + min((limit for limit, passed in ((soft_s, soft), (hard_s, hard)) if not passed), default=hard_s)
     return Judgement(soft, hard, stale, again)

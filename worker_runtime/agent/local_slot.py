@@ -7,13 +7,15 @@ import msgspec
 from ...protocol.faults import Fault
 from ...protocol.messages import ExitRecord, SlotState, Stage
 from ...protocol.names import NO_ROUND, Slot
+from .actions import Action, KillProcess
 
 
 @dataclass(slots=True)
 class LocalSlot:
-    """entering: the round that its process was told to enter and has not reported from. interrupted: the last round that it was
-    told to leave. released: the last completed round that it was released from. killing: why we are killing it.
-    spawned, entered: when, on the agent's clock. look_at: when to judge its progress next, None while it is not judged.
+    """entering: the round that its process was told to enter and has not reported from.
+    interrupted: the last round that it was told to leave. released: the last completed round that it was released from.
+    killing: why we are killing it. spawned: when, on the agent's clock.
+    look_at: when to judge its progress next, None while it is not judged.
     """
 
     state: SlotState
@@ -23,7 +25,6 @@ class LocalSlot:
     finish_told: bool = False
     killing: str = ""
     spawned: float = 0.0
-    entered: float = 0.0
     look_at: float | None = None
 
     @classmethod
@@ -68,9 +69,18 @@ class LocalSlot:
             pid=state.pid if pid is None else pid,
             fault=state.fault if fault is None else fault,
             exit=state.exit if exit is None else exit,
+            change=state.change + 1,
         )
         return self.state
 
     def forget_fault(self) -> None:
         """A new round begins: what went wrong in the last one is over."""
-        self.state = msgspec.structs.replace(self.state, fault=None, port=0)
+        self.state = msgspec.structs.replace(self.state, fault=None, port=0, change=self.state.change + 1)
+
+    def kill(self, why: str) -> list[Action]:
+        """Kill its process, unless that is under way."""
+        if self.killing:
+            return []
+        self.killing = why
+        self.look_at = None
+        return [KillProcess(self.slot, self.life, why)]

@@ -1,10 +1,11 @@
 """The agent's decisions: what it was told, what its ranks say, and the clock, in; actions, out. Pure.
 
 Rules:
-1. The last directive of the highest incarnation says what should be; `_converge` compares each slot with it and mends the
-   difference. So a directive may come twice, late, or after many were lost.
-2. A rank that runs a round which is over, or in which it has no seat, is brought to the gate. It is never killed for that.
-3. Without a controller everything goes on: hangs are judged, exits are kept for the next one. Only `controller_timeout` ends it.
+1. The last directive of the highest incarnation says what should be; `converging.py` compares each slot with it and
+   mends the difference. So a directive may come twice, late, or after many were lost.
+2. A rank that runs a round which is over, or in which it has no seat, is brought to the gate, not killed.
+3. Without a controller everything goes on: hangs are judged, exits are kept for the next one. Only `controller_timeout`
+   ends it.
 4. Every state that the controller has not acknowledged is told again, in order.
 """
 
@@ -14,22 +15,12 @@ import msgspec
 
 from ...protocol.exit_codes import ExitCode
 from ...protocol.faults import Fault, FaultKind
-from ...protocol.messages import Directive, ExitRecord, Phase, Seat, SlotState, Stage
+from ...protocol.messages import Directive, ExitRecord, Phase, SlotState, Stage
 from ...protocol.names import NO_ROUND, AgentName, Slot, slot_name
-from ...protocol.rank_messages import (
-    Enter,
-    Entered,
-    Finish,
-    FromRank,
-    Interrupt,
-    Leaving,
-    Note,
-    Raised,
-    Ready,
-    Returned,
-)
+from ...protocol.rank_messages import Entered, FromRank, Leaving, Note, Raised, Ready, Returned
 from ...protocol.settings import Settings
-from .actions import Action, AskStop, KillProcess, Leave, Say, Spawn, Tell, Write
+from .actions import Action, AskStop, Leave, Spawn, Tell, Write
+from .converging import converge
 from .hang import Progress, judge
 from .local_slot import LocalSlot
 
@@ -89,9 +80,7 @@ class AgentMachine:
             case Raised() | Leaving():
                 self._failed(local, message.fault, step)
             case Returned():
-                local.look_at = None
-                local.change(stage=Stage.RETURNED, round=message.round, step=step)
-                self._tell(local)
+                self._returned(local, message, step)
             case Note():
                 self._actions.append(Write("rank", message.text, message.level, slot))
         self._converge(local, now)
@@ -139,8 +128,11 @@ class AgentMachine:
         if incarnation < self.incarnation:
             text = f"refused a directive of incarnation {incarnation}: {self.incarnation} leads"
             return [Write("stale", text, "warning")]
-        if self.directive.phase is not Phase.END or directive.phase is Phase.END:
-            self.directive = directive
+        if self._over and directive.phase is not Phase.END:
+            return self._done()  # it has ended its ranks by itself, and there is no way back
+        self.directive = directive
+        if self._over:
+            self._stop_deadline = None
         for local in self.slots.values():
             self._converge(local, now)
         self._leave_if_over()
@@ -148,7 +140,7 @@ class AgentMachine:
 
     def stop(self, code: int, reason: str, now: float) -> list[Action]:
         """Somebody wants the job to end: once by way of the controller, the second time at once."""
-        if self._stop_deadline is not None or self._alone_since is not None:
+        if self._over or self._stop_deadline is not None or self._alone_since is not None:
             self._end_alone(code, reason, now)
         else:
             self._stop_deadline = now + STOP_ANSWER_S
@@ -209,8 +201,8 @@ class AgentMachine:
         local.entering = None
         local.look_at = None
         fault = local.state.fault
-        if fault is None:
-            fault = message.fault
+        if fault is None or (message.fault is not None and message.fault.kind is FaultKind.HEALTH_CHECK):
+            fault = message.fault  # why it left the round has been told; that it is unfit is what counts from here on
         elif fault.kind is FaultKind.SOFT_HANG:
             where = fault.place or message.where
             fault = msgspec.structs.replace(fault, place=where, in_collective=message.in_collective)
@@ -228,10 +220,14 @@ class AgentMachine:
         if local.entering != message.round:
             return
         local.entering = None
-        local.entered = now
-        local.look_at = now + self.settings.soft_timeout
+        local.look_at = now + min(self.settings.soft_timeout, self.settings.hard_timeout)
         local.forget_fault()
         local.change(stage=Stage.RUNNING, round=message.round)
+        self._tell(local)
+
+    def _returned(self, local: LocalSlot, message: Returned, step: int) -> None:
+        local.look_at = None
+        local.change(stage=Stage.RETURNED, round=message.round, step=step)
         self._tell(local)
 
     def _failed(self, local: LocalSlot, fault: Fault | None, step: int) -> None:
@@ -255,15 +251,18 @@ class AgentMachine:
             with_ping=hangs or not leaving,
         )
         local.look_at = None if local.killing else verdict.again_at
-        if not verdict.soft:
+        if not verdict.soft and not verdict.hard:
             return
-        text = f"no progress for {verdict.stale_s:.2f} s: {progress.stuck_in()}"
+        text = f"no progress for {verdict.stale_s:.2f} s: {progress.stuck_in(now, self.settings.soft_timeout)}"
         if self.settings.observe_only:
             self._actions.append(Write("observed", f"{text}; only observed (observe_only)", "warning", local.slot))
-            local.look_at = now + self.settings.soft_timeout
+            local.look_at = now + min(self.settings.soft_timeout, self.settings.hard_timeout)
             return
         if fault is None:
-            found = self._fault(local, FaultKind.SOFT_HANG, f"{text} (soft_timeout={self.settings.soft_timeout:g})")
+            limit = "soft" if verdict.soft else "hard"
+            kind = FaultKind.SOFT_HANG if verdict.soft else FaultKind.HARD_HANG
+            limit_s = self.settings.soft_timeout if verdict.soft else self.settings.hard_timeout
+            found = self._fault(local, kind, f"{text} ({limit}_timeout={limit_s:g})")
             local.change(fault=msgspec.structs.replace(found, stale_s=verdict.stale_s, step=progress.step))
             self._tell(local)
         if verdict.hard and not local.killing:
@@ -283,85 +282,13 @@ class AgentMachine:
     def _converge(self, local: LocalSlot, now: float) -> None:
         """Bring one slot nearer to what the directive says."""
         order = self.directive
-        for kill in order.kill:
-            if kill.slot == local.slot and kill.life == local.life and local.alive:
-                self._kill(local, kill.why)
         wanted = order.lives.get(local.slot, 0)
-        if local.stage is Stage.GONE:
-            if wanted > local.life and order.phase is not Phase.END:
-                self._respawn(local, wanted, now)
-            return
-        if not local.alive:
-            return
-        match order.phase:
-            case Phase.RUN:
-                self._run(local, order)
-            case Phase.ABORT:
-                self._interrupt_up_to(local, order.round, order.cause)
-                if local.stage is Stage.GATE and local.entering is None and local.state.round < order.round:
-                    local.change(round=order.round)  # it will never enter this round
-                    self._tell(local)
-            case Phase.RELEASE:
-                self._release(local, order)
-            case Phase.END:
-                self._finish(local, order, now)
-            case Phase.HOLD:
-                pass
-
-    def _run(self, local: LocalSlot, order: Directive) -> None:
-        self._interrupt_up_to(local, order.round - 1, "the round is over and this rank has no seat in the next")
-        seat = next((s for s in order.seats if s.slot == local.slot and s.life == local.life), None)
-        if (
-            seat is None
-            or local.stage is not Stage.GATE
-            or local.entering is not None
-            or local.state.round >= order.round
-        ):
-            return
-        local.entering = order.round
-        self._actions.append(Say(local.slot, local.life, self._enter(local, seat, order)))
-
-    def _enter(self, local: LocalSlot, seat: Seat, order: Directive) -> Enter:
-        return Enter(
-            round=order.round,
-            rank=seat.rank,
-            world_size=order.world_size,
-            local_rank=local.state.index,
-            local_world_size=order.local_world_size,
-            master_addr=order.master_addr,
-            master_port=order.master_port,
-            job=self.job,
-        )
-
-    def _interrupt_up_to(self, local: LocalSlot, last: int, cause: str) -> None:
-        """Bring a process that is in, or on its way into, a round up to `last` back to the gate."""
-        current = local.entering
-        if current is None and local.stage in (Stage.RUNNING, Stage.RETURNED):
-            current = local.state.round
-        if current is None or current > last or local.interrupted >= current:
-            return
-        local.interrupted = current
-        self._actions.append(Say(local.slot, local.life, Interrupt(current, cause)))
-
-    def _release(self, local: LocalSlot, order: Directive) -> None:
-        if local.released >= order.round:
-            return
-        self._interrupt_up_to(local, order.round - 1, "the job's round is complete")
-        if local.stage not in (Stage.GATE, Stage.RETURNED) or local.entering is not None:
-            return
-        local.released = order.round
-        local.look_at = None
-        self._actions.append(Say(local.slot, local.life, Finish(0, "complete")))
-        local.change(stage=Stage.OUTSIDE)
-        self._tell(local)
-
-    def _finish(self, local: LocalSlot, order: Directive, now: float) -> None:
-        if not local.finish_told:
-            local.finish_told = True
-            local.look_at = None
-            self._actions.append(Say(local.slot, local.life, Finish(order.code, order.cause)))
-        if self._kill_at is None:
-            self._kill_at = now + self.settings.termination_grace_time
+        if local.stage is Stage.GONE and wanted > local.life and not self._over:
+            self._respawn(local, wanted, now)
+        elif local.alive:
+            self._actions += converge(local, order, self.job)
+            if self._over and self._kill_at is None:
+                self._kill_at = now + self.settings.termination_grace_time
 
     def _respawn(self, local: LocalSlot, life: int, now: float) -> None:
         self.slots[local.slot] = LocalSlot.new(local.slot, local.state.index, life, now)
@@ -369,11 +296,7 @@ class AgentMachine:
         self._tell(self.slots[local.slot])
 
     def _kill(self, local: LocalSlot, why: str) -> None:
-        if local.killing:
-            return
-        local.killing = why
-        local.look_at = None
-        self._actions.append(KillProcess(local.slot, local.life, why))
+        self._actions += local.kill(why)
 
     # ---- the end ----------------------------------------------------------------------------------------------
 

@@ -12,8 +12,8 @@ import signal
 import socket
 import subprocess
 import time
-from collections.abc import Iterable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 
 import trio
@@ -103,24 +103,30 @@ async def spawn(
     if "PERDURE_TOKEN" not in env:
         raise ValueError(f"the environment of rank {slot} has no PERDURE_TOKEN, so its process tree could not be found")
     full = {**env, "PERDURE_SLOT": slot, "PERDURE_LIFE": str(life)}
-    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    beats = BeatPage.create()
-    error_read, error_write = os.pipe()
-    tail = StderrTail(error_read, f"{slot.replace('/', '-')}.{life}.stderr", outlets)
-    try:
+    with ExitStack() as always, ExitStack() as unless_done:
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        unless_done.callback(ours.close)
+        always.callback(theirs.close)
         for end in (ours, theirs):
             end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SOCKET_BUFFER)
         ours.setblocking(False)
+        beats = BeatPage.create()
+        unless_done.callback(beats.close)
+        error_read, error_write = os.pipe()
+        always.callback(os.close, error_write)
+        tail = StderrTail(error_read, f"{slot.replace('/', '-')}.{life}.stderr", outlets)
+        unless_done.callback(tail.close)
         pid, forked = await _start(command, slot, full, (theirs.fileno(), beats.fd, error_write), fork_server)
-        return _adopt(pid, slot, life, full, ours, beats, tail, forked)
-    except BaseException:
-        ours.close()
-        tail.close()
-        beats.close()
-        raise
-    finally:
-        theirs.close()
-        os.close(error_write)
+        unless_done.callback(_abandon, pid)
+        process = _adopt(pid, slot, life, full, ours, beats, tail, forked)
+        unless_done.pop_all()
+    return process
+
+
+def _abandon(pid: int) -> None:
+    """Of a child that we cannot keep (no descriptor is free, say); the reaper buries it."""
+    os.kill(pid, signal.SIGKILL)
+    release_child(pid)
 
 
 async def _start(
@@ -204,7 +210,8 @@ def _adopt(
 async def wait_exit(process: RankProcess) -> int:
     """Wait for the end of `process`, passing on its stderr; its exit code, or minus the signal. One task at a time.
 
-    The rest of its tree may still live, and it is still a zombie: `finish` ends both, after this returned or was cancelled.
+    The rest of its tree may still live, and it is still a zombie: `finish` ends both, after this returned or was
+    cancelled.
     """
     if process.code is not None:
         return process.code
@@ -260,22 +267,18 @@ async def kill_tree_now(process: RankProcess) -> str:
     return UNKILLABLE if left else KILLED
 
 
-async def _wait_gone(keys: Iterable[tuple[int, int]], within_s: float) -> list[tuple[int, int]]:
+async def _wait_gone(keys: Sequence[tuple[int, int]], within_s: float) -> list[tuple[int, int]]:
     """Wait until the processes `keys` are dead; those that still live after `within_s`."""
-    waiting = dict[tuple[int, int], int]()
-    try:
+    with trio.move_on_after(within_s):
         for key in keys:
             handle = open_process(key)
-            if handle is not None:
-                waiting[key] = handle
-        with trio.move_on_after(within_s):
-            for handle in waiting.values():
+            if handle is None:
+                continue
+            try:
                 await trio.lowlevel.wait_readable(handle)
-    finally:
-        for handle in waiting.values():
-            trio.lowlevel.notify_closing(handle)
-            os.close(handle)
-    return [key for key in waiting if is_living(key)]
+            finally:
+                os.close(handle)
+    return [key for key in keys if is_living(key)]
 
 
 async def finish(process: RankProcess, grace_s: float) -> str:
@@ -306,5 +309,7 @@ def _let_go(process: RankProcess) -> None:
     trio.lowlevel.notify_closing(process.pidfd)
     os.close(process.pidfd)
     process.stderr.close()
-    process.sock.close()
+    if process.sock.fileno() >= 0:
+        trio.lowlevel.notify_closing(process.sock)  # Whoever still waits for a message learns that none will come.
+        process.sock.close()
     process.beats.close()

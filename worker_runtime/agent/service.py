@@ -360,12 +360,11 @@ class Agent:
             self._link.poke()
 
     def _progress(self, slot: Slot) -> Progress | None:
-        process, local = self._processes.get(slot), self._machine.slots.get(slot)
-        if process is None or local is None or process.finished:
+        process = self._processes.get(slot)
+        if process is None or process.finished:
             return None
         beat = process.beats.read()
         return Progress(
-            entered=local.entered,
             auto=beat.auto_ns / 1e9,
             ping=beat.ping_ns / 1e9 if beat.ping_ns else None,
             pause_until=beat.pause_until_ns / 1e9,

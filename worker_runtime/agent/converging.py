@@ -1,0 +1,91 @@
+"""One slot against the directive: what must be done so that its process does what it should. Pure.
+
+What is done once is remembered in the slot, so this may be asked after every event.
+"""
+
+from ...protocol.messages import Directive, Phase, Seat, Stage
+from ...protocol.rank_messages import Enter, Finish, Interrupt
+from .actions import Action, Say, Tell
+from .local_slot import LocalSlot
+
+
+def converge(local: LocalSlot, order: Directive, job: str) -> list[Action]:
+    """Bring the living process in `local` nearer to what `order` says."""
+    actions: list[Action] = []
+    for kill in order.kill:
+        if kill.slot == local.slot and kill.life == local.life:
+            actions += local.kill(kill.why)
+    match order.phase:
+        case Phase.RUN:
+            actions += _leave_round(local, order.round - 1, "the round is over and this rank has no seat in the next")
+            actions += _take_seat(local, order, job)
+        case Phase.ABORT:
+            actions += _leave_round(local, order.round, order.cause)
+            actions += _skip_round(local, order.round)
+        case Phase.RELEASE:
+            actions += _release(local, order)
+        case Phase.END:
+            actions += _finish(local, order)
+        case Phase.HOLD:
+            pass
+    return actions
+
+
+def _leave_round(local: LocalSlot, last: int, cause: str) -> list[Action]:
+    """Bring a process that is in, or on its way into, a round up to `last` back to the gate."""
+    current = local.entering
+    if current is None and local.stage in (Stage.RUNNING, Stage.RETURNED):
+        current = local.state.round
+    if current is None or current > last or local.interrupted >= current:
+        return []
+    local.interrupted = current
+    return [Say(local.slot, local.life, Interrupt(current, cause))]
+
+
+def _skip_round(local: LocalSlot, round: int) -> list[Action]:
+    """A process at the gate will never enter a round that is over; the controller waits for that word."""
+    if local.stage is not Stage.GATE or local.entering is not None or local.state.round >= round:
+        return []
+    local.change(round=round)
+    return [Tell((local.state,))]
+
+
+def _take_seat(local: LocalSlot, order: Directive, job: str) -> list[Action]:
+    seat = next((s for s in order.seats if s.slot == local.slot and s.life == local.life), None)
+    if seat is None or local.stage is not Stage.GATE or local.entering is not None or local.state.round >= order.round:
+        return []
+    local.entering = order.round
+    return [Say(local.slot, local.life, _enter(local, seat, order, job))]
+
+
+def _enter(local: LocalSlot, seat: Seat, order: Directive, job: str) -> Enter:
+    return Enter(
+        round=order.round,
+        rank=seat.rank,
+        world_size=order.world_size,
+        local_rank=local.state.index,
+        local_world_size=order.local_world_size,
+        master_addr=order.master_addr,
+        master_port=order.master_port,
+        job=job,
+    )
+
+
+def _release(local: LocalSlot, order: Directive) -> list[Action]:
+    if local.released >= order.round:
+        return []
+    leaving = _leave_round(local, order.round - 1, "the job's round is complete")
+    if local.stage not in (Stage.GATE, Stage.RETURNED) or local.entering is not None:
+        return leaving
+    local.released = order.round
+    local.look_at = None
+    local.change(stage=Stage.OUTSIDE)
+    return [*leaving, Say(local.slot, local.life, Finish(0, "complete")), Tell((local.state,))]
+
+
+def _finish(local: LocalSlot, order: Directive) -> list[Action]:
+    if local.finish_told:
+        return []
+    local.finish_told = True
+    local.look_at = None
+    return [Say(local.slot, local.life, Finish(order.code, order.cause))]
