@@ -9,7 +9,7 @@ from collections.abc import Callable
 from functools import partial
 
 import systems
-from harness import Row, argument_parser, in_turns, report, say
+from harness import BenchmarkFailed, Row, argument_parser, in_turns, report, say
 from systems import Recovery, Scenario, System
 
 PEERS: dict[str, System] = {
@@ -21,7 +21,14 @@ PEERS: dict[str, System] = {
 FAULTS_IN_ONE_JOB = {"exception": 5, "hang": 3, "sigkill": 1}
 """Where a fault consumes a reserve there is one in a job."""
 
+QUIET_WITHOUT_RESERVE_S = 5.0
+"""Our fork server begins to import torch when the first round runs; a fault in the first seconds finds it unready."""
+
 SOFT_TIMEOUT_MS = {"fast": 1_000.0, "default": 60_000.0}
+
+
+failures: list[str] = []
+"""Jobs that did not recover. They are reported, and the others go on."""
 
 
 def scenario_of(peer: str, ranks: int, fault: str, profile: str) -> Scenario:
@@ -29,20 +36,27 @@ def scenario_of(peer: str, ranks: int, fault: str, profile: str) -> Scenario:
     return Scenario(ranks, fault, faults, 1 if fault == "sigkill" else 0, profile)
 
 
+def side(system: System, scenario: Scenario, name: str, into: list[Recovery]) -> Callable[[], None]:
+    """One job of a system, whose recoveries go into a list."""
+    case = f"{scenario.fault} ranks={scenario.ranks} {scenario.profile} {name}"
+
+    def job() -> None:
+        try:
+            got = system(scenario)
+        except BenchmarkFailed as failure:
+            failures.append(f"{case}: {failure}")
+            say(failures[-1])
+            return
+        into.extend(got)
+        say(f"{case}: {', '.join(f'{recovery.enter_ms:.1f}' for recovery in got)} ms")
+
+    return job
+
+
 def measure(ours: System, peer: System, scenario: Scenario, jobs: int) -> tuple[list[Recovery], list[Recovery]]:
     """Both systems in turns, `jobs` jobs each."""
     found: tuple[list[Recovery], list[Recovery]] = ([], [])
-
-    def run(system: System, into: list[Recovery], name: str) -> Callable[[], None]:
-        def job() -> None:
-            got = system(scenario)
-            into.extend(got)
-            times = ", ".join(f"{recovery.enter_ms:.1f}" for recovery in got)
-            say(f"{scenario.fault} ranks={scenario.ranks} {scenario.profile} {name}: {times} ms")
-
-        return job
-
-    in_turns([run(ours, found[0], "perdure"), run(peer, found[1], "peer")], jobs)
+    in_turns([side(ours, scenario, "perdure", found[0]), side(peer, scenario, "peer", found[1])], jobs)
     return found
 
 
@@ -75,10 +89,10 @@ def compare_launcher(options: argparse.Namespace) -> list[Row]:
     rows: list[Row] = []
     for ranks in options.ranks:
         scenario = scenario_of(options.peer, ranks, "sigkill", "default")
-        bare = scenario._replace(reserves=0)
+        bare = scenario._replace(reserves=0, quiet_s=QUIET_WITHOUT_RESERVE_S)
         ours, theirs = measure(systems.perdure, PEERS[options.peer], scenario, options.jobs)
         respawned: list[Recovery] = []
-        in_turns([lambda bare=bare, into=respawned: into.extend(systems.perdure(bare))], options.jobs)
+        in_turns([side(systems.perdure, bare, "perdure", respawned)], options.jobs)
         name = systems.peer_name(options.peer)
         rows += rows_of(f"sigkill ranks={ranks}", name, scenario, ours, theirs)
         rows += rows_of(f"sigkill ranks={ranks}, no reserve", name, scenario, respawned, theirs)
@@ -111,8 +125,9 @@ def main() -> int:
     if options.quick:
         options.ranks, options.faults, options.profiles, options.jobs = [2], ["exception", "sigkill"], ["fast"], 1
     compare = {"nvrx": compare_nvrx, "torchft": compare_torchft}.get(options.peer, compare_launcher)
-    report("restart", compare(options), options.json)
-    return 0
+    rows = compare(options)
+    report("restart", rows, options.json, failures=failures)
+    return 1 if failures else 0
 
 
 if __name__ == "__main__":

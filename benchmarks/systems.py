@@ -24,13 +24,17 @@ class Recovery(NamedTuple):
 
 
 class Scenario(NamedTuple):
-    """What happens to a job. reserves: warm processes that may take a dead rank's place."""
+    """What happens to a job.
+
+    reserves: warm processes that may take a dead rank's place. quiet_s: before a fault, and up to twice that.
+    """
 
     ranks: int
     fault: str
     faults: int
     reserves: int
     profile: str
+    quiet_s: float = 0.6
 
     @property
     def fault_rank(self) -> int:
@@ -47,6 +51,7 @@ class Scenario(NamedTuple):
             f"--fault={self.fault}",
             f"--fault-rank={self.fault_rank}",
             f"--faults={self.faults}",
+            f"--quiet={self.quiet_s}",
         ]
 
 

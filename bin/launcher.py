@@ -1,7 +1,7 @@
 """Who this process is, from its environment: which job, node and agent, started by which launcher.
 
-Inside a Slurm allocation the batch shell, and so everything that it starts without srun, carries SLURM_PROCID=0 as well; only a
-step has SLURM_STEP_ID. So a task of a step is known by that variable.
+Inside a Slurm allocation the batch shell, and so everything that it starts without srun, carries SLURM_PROCID=0 as
+well; only a step has SLURM_STEP_ID. So a task of a step is known by that variable.
 """
 
 import os
@@ -16,7 +16,10 @@ from ..protocol.names import AgentName
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """agents: how many the launcher starts. tasks_on_node, local_id: of this node. order: of this agent among all."""
+    """agents: how many the launcher starts. tasks_on_node, local_id: of this node. order: of this agent among all.
+
+    alone: nobody else starts a controller, so this agent does.
+    """
 
     job: str
     node: str
@@ -26,6 +29,7 @@ class Place:
     agents: int
     local_id: int = 0
     tasks_on_node: int = 1
+    alone: bool = False
 
 
 def find_place(environ: Mapping[str, str], job: str | None, agents: int | None) -> Place:
@@ -35,14 +39,14 @@ def find_place(environ: Mapping[str, str], job: str | None, agents: int | None) 
     said = agents or _number(environ.get("PERDURE_AGENTS"))
     group = environ.get("PERDURE_NODE_GROUP", "") or environ.get("SLURM_TOPOLOGY_ADDR", "").rpartition(".")[0]
     if not in_slurm_step(environ):
-        return Place(job_id, node, AgentName(node), group, 0, said or 1)
+        return Place(job_id, node, AgentName(node), group, 0, said or 1, alone=(said or 1) == 1)
     tasks = _tasks_on_node(environ)
     local_id = _number(environ.get("SLURM_LOCALID")) or 0
     name = node if tasks == 1 else f"{node}.{local_id}"
     count = said or _number(environ.get("SLURM_STEP_NUM_TASKS")) or _number(environ.get("SLURM_NTASKS")) or 1
-    return Place(
-        job_id, node, AgentName(name), group, _number(environ.get("SLURM_PROCID")) or 0, count, local_id, tasks
-    )
+    order = _number(environ.get("SLURM_PROCID")) or 0
+    # In a step the controller runs beside srun, even where there is just one task: only a word to the contrary counts.
+    return Place(job_id, node, AgentName(name), group, order, count, local_id, tasks, alone=said == 1)
 
 
 def find_job(environ: Mapping[str, str], job: str | None) -> str:

@@ -1,4 +1,4 @@
-"""`perdure run [options] -- python train.py ...`: the agent of this machine, and where it is alone the controller too."""
+"""`perdure run [options] -- python train.py ...`: this machine's agent, and where it is alone the controller too."""
 
 import argparse
 import os
@@ -11,6 +11,7 @@ import trio
 from ..protocol.exit_codes import ExitCode
 from ..protocol.settings_rules import ConfigurationError, Violation, size_violations
 from ..worker_runtime.agent.service import Agent, Options
+from ..worker_runtime.agent.signals import survive_warnings
 from ..worker_runtime.environment_rules import judge, observe
 from . import configuration
 from .launcher import Place, find_place, find_run_dir
@@ -24,7 +25,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--agents",
         type=int,
         metavar="N",
-        help="agents in the whole job; with 1 this agent starts the controller too (default: Slurm's tasks, or 1)",
+        help="agents in the whole job (default: a Slurm step's tasks, elsewhere 1); 1 that was not taken from Slurm "
+        "makes this agent start the controller too",
     )
     configuration.add_arguments(parser)
     parser.add_argument("program", nargs=argparse.REMAINDER, metavar="-- COMMAND", help="what a rank runs")
@@ -59,8 +61,9 @@ def main(args: argparse.Namespace) -> int:
         slots=args.nproc,
         settings=settings,
         first_index=place.local_id * args.nproc if place.tasks_on_node > 1 else 0,
-        controller=_controller_command(place, run_dir, chosen, args) if place.agents == 1 else (),
+        controller=_controller_command(place, run_dir, chosen, args) if place.alone else (),
     )
+    survive_warnings()
     return trio.run(Agent(options).run)
 
 

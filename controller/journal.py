@@ -114,19 +114,20 @@ class Journal:
         """The offset at which the next record will stand."""
         return self._end
 
-    def append(self, payload: bytes) -> int:
-        """Add a record; its offset. Does not wait for the disk."""
+    def append(self, *payloads: bytes) -> int:
+        """Add records, with one write for all of them; the offset of the first. Does not wait for the disk."""
         with self._memory:
             self._require_open()
             offset = self._end
-            record = frame(offset, payload)
-            if len(self._tail) + len(record) > MEMORY_LIMIT:
-                raise JournalError(
-                    f"{self.path}: {len(self._tail)} bytes wait for the disk and the limit is {MEMORY_LIMIT}; "
-                    f"the record was refused. The disk: {self.trouble or 'no sync has finished'}"
-                )
-            self._tail += record
-            self._end += len(record)
+            for payload in payloads:
+                record = frame(self._end, payload)
+                if len(self._tail) + len(record) > MEMORY_LIMIT:
+                    raise JournalError(
+                        f"{self.path}: {len(self._tail)} bytes wait for the disk and the limit is {MEMORY_LIMIT}; "
+                        f"the record was refused. The disk: {self.trouble or 'no sync has finished'}"
+                    )
+                self._tail += record
+                self._end += len(record)
         self._write_unless_busy()
         return offset
 

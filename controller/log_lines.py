@@ -3,7 +3,7 @@
 For people, in columns, so that a screenful can be read down and `grep 'round 7 '`, `grep n2/1` or `grep ERROR` find
 what they should:
 
-    2026-11-30 03:12:45.120        round 7   rank 3 (n2/1)       FAULT         exit: killed by SIGKILL
+    2026-11-30 03:12:45.120        round 7   rank 3 (n2/1)       FAULT         killed by SIGKILL, step 4120
 
 For programs, one JSON object with everything that is known, `seq` included: wall time may jump, `seq` never does.
 """
@@ -46,15 +46,22 @@ def readable(line: Line, own_host: str) -> bytes:
     """`line` for people. The host is said only where the slot does not say it and it is not the log's own."""
     level = _LEVEL_NAMES.get(line.level, line.level.upper())
     round_ = "" if line.round is None else f"round {line.round}"
+    who = _who(line, own_host)
     columns = (
         f"{line.at:%Y-%m-%d %H:%M:%S}.{line.at.microsecond // 1000:03d}",
         level.ljust(_LEVEL_WIDTH),
         round_.ljust(_ROUND_WIDTH),
-        _who(line, own_host).ljust(_WHO_WIDTH),
+        who.ljust(_WHO_WIDTH),
         line.event.upper().ljust(_EVENT_WIDTH),
-        clip(line.text),
+        clip(_without(who, line.text)),
     )
     return one_line(" ".join(columns).rstrip()).encode("utf-8", "backslashreplace") + b"\n"
+
+
+def _without(who: str, text: str) -> str:
+    """`text` without the name at its beginning, if the column before it says that already."""
+    rest = text.removeprefix(who) if who else text
+    return rest.removeprefix(":").removeprefix(" ") if rest[:1] in (":", " ") else text
 
 
 def _who(line: Line, own_host: str) -> str:

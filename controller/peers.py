@@ -10,6 +10,8 @@ from ..protocol.link import LatestQueue, ReceiveWindow
 from ..protocol.names import AgentName
 
 RESEND_AFTER_S = 1.0
+ACKNOWLEDGE_WITHIN_S = 0.1
+"""A report is acknowledged by the next order that goes to its agent; if none does within this time, on its own."""
 
 
 @dataclass(slots=True, eq=False)
@@ -31,6 +33,11 @@ class Peers:
     def __init__(self) -> None:
         self._by_id: dict[bytes, Peer] = {}
         self._by_agent: dict[AgentName, Peer] = {}
+        self._newest: dict[AgentName, Peer] = {}
+        self._owing: dict[bytes, Peer] = {}
+        self._owing_since = 0.0
+        self._expecting: dict[bytes, Peer] = {}
+        self._look_at: float | None = None
 
     def __len__(self) -> int:
         return len(self._by_agent)
@@ -50,17 +57,13 @@ class Peers:
         """A Hello came: the same session again, or a new one, which is not yet accepted."""
         peer = self.of(routing_id, session)
         if peer is None or peer.agent != agent:
-            peer = self._by_id[routing_id] = Peer(routing_id, session, agent, now)
+            peer = self._by_id[routing_id] = self._newest[agent] = Peer(routing_id, session, agent, now)
         peer.heard_at = now
         return peer
 
     def newcomer(self, agent: AgentName) -> Peer | None:
         """The latest session that calls itself `agent`, accepted or not."""
-        latest = None
-        for peer in self._by_id.values():
-            if peer.agent == agent:
-                latest = peer
-        return latest
+        return self._newest.get(agent)
 
     def accept(self, peer: Peer) -> None:
         former = self._by_agent.get(peer.agent)
@@ -71,7 +74,57 @@ class Peers:
     def drop(self, routing_id: bytes) -> AgentName | None:
         """A connection ended. Returns the agent's name if it was the accepted session of that agent."""
         peer = self._by_id.pop(routing_id, None)
+        if peer is not None and self._newest.get(peer.agent) is peer:
+            del self._newest[peer.agent]
         if peer is None or self._by_agent.get(peer.agent) is not peer:
             return None
         del self._by_agent[peer.agent]
         return peer.agent
+
+    # ---- what is due ------------------------------------------------------------------------------------------
+    # Thousands of peers are not looked at each time the loop turns: only those of which something is due.
+
+    @property
+    def deadline(self) -> float | None:
+        """When `owed` or `overdue` has something."""
+        acknowledge = self._owing_since + ACKNOWLEDGE_WITHIN_S if self._owing else None
+        wanted = [at for at in (acknowledge, self._look_at) if at is not None]
+        return min(wanted, default=None)
+
+    def owe(self, peer: Peer, now: float) -> None:
+        """A report came that must be acknowledged."""
+        if not self._owing:
+            self._owing_since = now
+        peer.owes_ack = True
+        self._owing[peer.routing_id] = peer
+
+    def owed(self, now: float) -> list[Peer]:
+        """Peers whose reports must be acknowledged now."""
+        if not self._owing or now < self._owing_since + ACKNOWLEDGE_WITHIN_S:
+            return []
+        owing, self._owing = self._owing, {}
+        return [peer for peer in owing.values() if peer.owes_ack and self.of(peer.routing_id, peer.session) is peer]
+
+    def expect(self, peer: Peer) -> None:
+        """An order was sent to `peer`: it must be acknowledged, or is sent again."""
+        at = peer.orders.deadline()
+        if at is not None:
+            self._expecting[peer.routing_id] = peer
+            self._look_at = at if self._look_at is None else min(self._look_at, at)
+
+    def overdue(self, now: float) -> list[Peer]:
+        """Peers that have not acknowledged in time."""
+        if self._look_at is None or now < self._look_at:
+            return []
+        self._look_at = None
+        waiting, self._expecting = list(self._expecting.values()), {}
+        late: list[Peer] = []
+        for peer in waiting:
+            at = peer.orders.deadline()
+            if at is None or self.of(peer.routing_id, peer.session) is not peer:
+                continue
+            if at <= now:
+                late.append(peer)
+            else:
+                self.expect(peer)
+        return late

@@ -1,5 +1,7 @@
 """A controller's memory: the journal replayed into the state machine, and every new event written before it is acted on."""
 
+from collections.abc import Sequence
+
 import msgspec
 import trio
 
@@ -52,13 +54,15 @@ class Memory:
             self.job.on(entry.event, entry.now)
             self.recovered += 1
 
-    def take(self, event: Event, now: float) -> list[Command]:
-        """Journal an event and decide. The commands must not leave this process before `make_safe` has returned."""
+    def take(self, events: Sequence[Event], now: float) -> list[Command]:
+        """Journal events and decide. The commands must not leave this process before `make_safe` has returned."""
+        if not events:
+            return []
         try:
-            self.journal.append(_encoder.encode(Entry(now, event)))
+            self.journal.append(*[_encoder.encode(Entry(now, event)) for event in events])
         except JournalError as error:
             self._complain(str(error))
-        return self.job.on(event, now)
+        return [command for event in events for command in self.job.on(event, now)]
 
     async def make_safe(self) -> None:
         """Bring everything that was taken to the disk, or say loudly that it is not."""

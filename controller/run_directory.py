@@ -101,7 +101,7 @@ class RunDirectory:
         free = 1 + max(self._numbers(r"attempt-(\d+)"), default=0)
         if not interrupted and not self.verdict.exists():
             return free
-        number = max(interrupted) if interrupted else max(free, self._attempt_of_journal())
+        number = max(interrupted) if interrupted else max(free, self.unfinished_attempt())
         moving = self.path / f"attempt-{number}.moving"
         try:
             moving.mkdir(mode=0o700, exist_ok=True)
@@ -118,8 +118,11 @@ class RunDirectory:
     def _numbers(self, pattern: str) -> list[int]:
         return [int(match[1]) for name in os.listdir(self.path) if (match := re.fullmatch(pattern, name))]
 
-    def _attempt_of_journal(self) -> int:
-        """A scheduler may count attempts too, and some may have left nothing here: the journal knows its own number."""
+    def unfinished_attempt(self) -> int:
+        """The attempt whose journal is here, 0 if there is none.
+
+        A scheduler may count attempts too, and some may have left nothing here: the journal knows its own number.
+        """
         try:
             return read_header(self.journal).attempt
         except JournalError:

@@ -1,17 +1,18 @@
 """The controller's shell: carries messages and time into the core, and the core's commands out.
 
-One loop owns everything: take in what came, let the core decide, **bring the journal to the disk, then send, then log**. The
-other tasks only fill its inbox:
+One loop owns everything: take in what came, let the core decide, **bring the journal to the disk, then send, then
+log**. The other tasks only fill its inbox:
 
     run ─┬─ ControllerSocket.run   encryption, admission, connections
          ├─ _receive               frames and lost connections -> inbox
-         ├─ _signals               SIGINT, SIGTERM -> inbox
+         ├─ _signals               SIGINT, SIGTERM -> inbox; SIGUSR1 -> log
          └─ _lead                  the loop
 
 Nothing is decided in this file.
 """
 
 import signal
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -144,9 +145,13 @@ class Controller:
             self._inbox.put(*await self._wire.events())
 
     async def _signals(self, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
-        with trio.open_signal_receiver(signal.SIGINT, signal.SIGTERM) as received:
+        with trio.open_signal_receiver(signal.SIGINT, signal.SIGTERM, signal.SIGUSR1) as received:
             task_status.started()
             async for number in received:
+                if number == signal.SIGUSR1:
+                    text = "SIGUSR1: the scheduler is going to end this job; it runs on until then"
+                    self._log.line("notice", text, level="warning")
+                    continue
                 code = ExitCode.INTERRUPTED if number == signal.SIGINT else ExitCode.TERMINATED
                 self._inbox.put(StopAsked(int(code), f"{signal.Signals(number).name} to the controller"))
 
@@ -154,7 +159,9 @@ class Controller:
 
     async def _lead(self) -> None:
         options = self._options
-        opened = Opened(options.job, options.attempt, self._incarnation, options.expected, options.settings)
+        opened = Opened(
+            options.job, options.attempt, self._incarnation, options.expected, options.settings, time.time()
+        )
         await self._decide([opened])
         while self._finished is None:
             await self._wait()
@@ -162,7 +169,7 @@ class Controller:
             for item in self._inbox.take():
                 events.extend(self._understand(item))
             await self._decide([*events, *self._judge_silence()])
-            self._resend()
+            self._send_due()
 
     async def _wait(self) -> None:
         """Sleep until something comes or a deadline passes."""
@@ -181,24 +188,20 @@ class Controller:
                 await self._inbox.bell.wait()
 
     def _deadlines(self) -> list[float]:
-        wanted = [peer.orders.deadline() for peer in self._peers.all()]
-        wanted.append(self._memory.job.deadline())
+        wanted = (self._memory.job.deadline(), self._peers.deadline)
         return [at for at in wanted if at is not None]
 
     async def _decide(self, events: list[Event]) -> None:
         """Journal, decide, make safe, act."""
         now = self._clock.now()
-        commands: list[Command] = []
-        for event in events:
-            commands += self._memory.take(event, now)
+        commands = self._memory.take(events, now)
         deadline = self._memory.job.deadline()
         if deadline is not None and deadline <= now:
-            commands += self._memory.take(Tick(), now)
+            commands += self._memory.take([Tick()], now)
         if any(not isinstance(command, Tell) for command in commands):
             await self._memory.make_safe()
         for command in commands:
             self._carry_out(command)
-        self._acknowledge()
 
     def _carry_out(self, command: Command) -> None:
         match command:
@@ -261,14 +264,14 @@ class Controller:
         peer.heard_at = now
         peer.orders.acknowledge(envelope.ack)
         if envelope.seq:
-            peer.owes_ack = True
+            self._peers.owe(peer, now)
             if not peer.reports.accept(envelope.seq):
                 return []
         match message:
             case Report():
                 return [Reported(peer.agent, message.slots)]
             case StopRequest():
-                return [StopAsked(message.code, f"{message.reason} (agent {peer.agent})")]
+                return [StopAsked(message.code, message.reason)]
             case Remark():
                 self._log.line(message.event, message.text, level=message.level, slot=message.slot or None)
             case Beat() | Acknowledge():
@@ -311,6 +314,7 @@ class Controller:
     def _send_orders(self, peer: Peer) -> None:
         for seq, body in peer.orders.due(self._clock.now()):
             self._send(peer, seq, body)
+        self._peers.expect(peer)
 
     def _welcome(self, agent: AgentName) -> None:
         peer = self._peers.newcomer(agent)
@@ -333,18 +337,14 @@ class Controller:
         except UnknownPeer:
             self._inbox.put(Disconnected(peer.routing_id))
 
-    def _acknowledge(self) -> None:
-        body = encode_body(Acknowledge())
-        for peer in self._peers.all():
-            if peer.owes_ack:
-                self._send(peer, 0, body)
-
-    def _resend(self) -> None:
+    def _send_due(self) -> None:
+        """Acknowledgements that no directive has carried meanwhile, and orders that nobody has acknowledged."""
         now = self._clock.now()
-        for peer in self._peers.all():
-            at = peer.orders.deadline()
-            if at is not None and at <= now:
-                self._send_orders(peer)
+        body = encode_body(Acknowledge())
+        for peer in self._peers.owed(now):
+            self._send(peer, 0, body)
+        for peer in self._peers.overdue(now):
+            self._send_orders(peer)
 
     async def _say_goodbye(self) -> None:
         """Wait until every agent knows that the job is over, or FAREWELL_S."""
@@ -353,12 +353,21 @@ class Controller:
                 await self._wait()
                 for item in self._inbox.take():
                     self._understand(item)
-                self._acknowledge()
-                self._resend()
+                self._send_due()
 
 
 def attempt_number(directory: RunDirectory, environ: Callable[[str], str | None]) -> int:
-    """Which attempt of the job this is: the run directory counts them; a scheduler's own count wins if it is higher."""
+    """Which attempt of the job this is: the run directory counts them; a scheduler's own count wins if it is higher.
+
+    A scheduler that starts the job again has ended everything of the attempt before, whose controller may have had no
+    time for a verdict: its journal is not one to recover from.
+    """
     counted = directory.rotate_finished()
-    scheduled = environ("SLURM_RESTART_COUNT")
-    return max(counted, int(scheduled) + 1 if scheduled and scheduled.isdigit() else 1)
+    restarts = environ("SLURM_RESTART_COUNT")
+    scheduled = int(restarts) + 1 if restarts and restarts.isdigit() else 1
+    left = directory.unfinished_attempt()
+    if 0 < left < scheduled:
+        reason = f"attempt {left} ended without a verdict: the scheduler has started attempt {scheduled} of the job"
+        directory.write_verdict(int(ExitCode.CONTROLLER_LOST), reason)
+        counted = directory.rotate_finished()
+    return max(counted, scheduled)

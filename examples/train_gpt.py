@@ -28,6 +28,7 @@ import perdure
 VOCABULARY = 256  # bytes
 CORPUS_BYTES = 2_000_000
 KEPT_CHECKPOINTS = 2
+ALONE = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
 
 
 class Result(NamedTuple):
@@ -178,6 +179,8 @@ def main() -> None:
     parser.add_argument("--checkpoint-every", type=int, default=20, metavar="STEPS")
     options = parser.parse_args()
     options.checkpoint_dir.mkdir(parents=True, exist_ok=True)
+    for name, value in ALONE.items():
+        os.environ.setdefault(name, value)  # a launcher, and perdure before each round, know better
     torch.set_num_threads(1)
     torch.use_deterministic_algorithms(True)
 

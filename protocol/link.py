@@ -9,7 +9,6 @@ Numbers belong to a session (one connect of the agent). `reset` ends it and hand
 """
 
 from collections import deque
-from typing import Protocol
 
 LIMIT = 10_000
 """Unacknowledged messages that a queue holds."""
@@ -19,30 +18,6 @@ BACKOFF = 8
 
 class LinkFull(Exception):
     """The peer has acknowledged nothing for so long that the queue is at its limit: treat the peer as lost."""
-
-
-class SendQueue(Protocol):
-    """What both queues can do."""
-
-    def push(self, body: bytes, now: float) -> int:
-        """Take a body; returns its number. It is due at once."""
-        ...
-
-    def acknowledge(self, seq: int) -> None:
-        """The peer has everything up to and including `seq`."""
-        ...
-
-    def due(self, now: float) -> list[tuple[int, bytes]]:
-        """What must be sent now, in order; it counts as sent."""
-        ...
-
-    def deadline(self) -> float | None:
-        """When `due` will have something again if nothing is acknowledged; None: never."""
-        ...
-
-    def reset(self) -> list[bytes]:
-        """Start a new session, numbers from 1; returns the unacknowledged bodies, which are no longer in the queue."""
-        ...
 
 
 class _Timer:
@@ -84,7 +59,7 @@ class ReliableQueue:
         return len(self._sent) + len(self._new)
 
     def push(self, body: bytes, now: float) -> int:
-        """Raises `LinkFull` at the limit; the body is then not in the queue."""
+        """Take a body, due at once; returns its number. At the limit it raises `LinkFull` and takes nothing."""
         if len(self) >= self._limit:
             raise LinkFull(f"{self._limit} messages are unacknowledged")
         self._last_seq += 1
@@ -94,7 +69,10 @@ class ReliableQueue:
         return self._last_seq
 
     def acknowledge(self, seq: int) -> None:
-        """A number that was never sent is ignored: it is of another session, or a lie."""
+        """The peer has everything up to and including `seq`.
+
+        A number that was never sent is ignored: it is of another session, or a lie.
+        """
         if not self._sent or not self._sent[0][0] <= seq <= self._sent[-1][0]:
             return
         while self._sent and self._sent[0][0] <= seq:
@@ -105,6 +83,7 @@ class ReliableQueue:
             self._timer.at = restart
 
     def due(self, now: float) -> list[tuple[int, bytes]]:
+        """What must be sent now, in order; it counts as sent, also if there was no room for it."""
         batch: list[tuple[int, bytes]] = []
         if self._timer.expired(now):
             batch.extend(self._sent)
@@ -119,9 +98,11 @@ class ReliableQueue:
         return batch
 
     def deadline(self) -> float | None:
+        """When `due` will have something again if nothing is acknowledged; None: never."""
         return self._pushed_at if self._new else self._timer.at
 
     def reset(self) -> list[bytes]:
+        """Start a new session, numbers from 1; returns the unacknowledged bodies, which are no longer in the queue."""
         bodies = [body for _, body in (*self._sent, *self._new)]
         self._sent.clear()
         self._new.clear()
@@ -131,8 +112,9 @@ class ReliableQueue:
 
 
 class LatestQueue:
-    """Only the newest body matters: it says all, and replaces what was not delivered (with an unordered
-    `ReceiveWindow`).
+    """Only the newest body matters: it says all, and replaces what was not delivered.
+
+    It is used as a `ReliableQueue`; the other end has an unordered `ReceiveWindow`.
     """
 
     def __init__(self, resend_after_s: float) -> None:

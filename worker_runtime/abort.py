@@ -7,7 +7,9 @@ abort thread when the round is interrupted, the main thread when its own functio
 import sys
 import threading
 from collections.abc import Callable, Sequence
+from importlib import import_module
 from time import monotonic
+from typing import Any
 
 from .gloo import Connections
 
@@ -93,10 +95,9 @@ def _nccl_steps() -> list[Hook]:
 
 
 def abort_nccl() -> None:
-    """Abort every NCCL communicator, each group in its own thread. The groups are destroyed later, by the main
-    thread."""
+    """Abort every NCCL communicator, each group in a thread of its own. The main thread destroys the groups later."""
     try:
-        from nvidia_resiliency_ext.inprocess.abort import AbortTorchDistributed  # pyright: ignore
+        theirs: Any = import_module("nvidia_resiliency_ext.inprocess.abort")
     except ImportError as error:
         raise RuntimeError(f"NCCL cannot be aborted without nvidia-resiliency-ext: {error}") from error
-    AbortTorchDistributed.shutdown_all_process_group_backends()  # pyright: ignore
+    theirs.AbortTorchDistributed.shutdown_all_process_group_backends()

@@ -21,7 +21,7 @@ from .evidence import Witness, exit_status, forget
 from .gloo import Connections
 from .health import HealthChecks, Unfit, destroy_groups, run_finalize
 from .interrupt import Flight, RoundInterrupted
-from .link import Link
+from .link import Link, say
 from .round import Round
 from .store import Port, host_store
 from .torch_hooks import TorchHooks
@@ -135,6 +135,8 @@ class Attempt:
         elif not isinstance(error, RoundInterrupted) and not self.flight.where:
             self.flight.where = self._around.witness.exception(error, self.enter.round, self._step).place
         self._abort.run()
+        if self.fault is not None and not self.fault.peer_error:
+            say(f"rank {self.enter.rank} failed in round {self.enter.round}:\n{self.fault.detail}")
         forget(error)
 
     def _follows(self, error: SystemExit) -> bool:

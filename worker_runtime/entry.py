@@ -187,5 +187,5 @@ class _Session:
 
 
 def _leave(order: Finish) -> NoReturn:
-    say(f"the job ends with code {order.code}: {order.reason}")
+    say(f"the job ends with code {order.code}: {order.reason.partition(chr(10))[0]}")
     raise SystemExit(order.code)

@@ -9,6 +9,7 @@ import inspect
 import os
 import sys
 from collections.abc import Callable, Sequence
+from importlib import import_module
 from typing import Any
 
 from .abort import Hook, bounded, name_of
@@ -101,7 +102,7 @@ def _device_checks(torch: Any) -> list[tuple[str, Callable[[], object]]]:
     device = torch.cuda.current_device()
     checks: list[tuple[str, Callable[[], object]]] = [("cuda", lambda: torch.cuda.synchronize(device))]
     try:
-        from nvidia_resiliency_ext.shared_utils import health_check as theirs  # pyright: ignore
+        theirs: Any = import_module("nvidia_resiliency_ext.shared_utils.health_check")
     except ImportError:
         return checks
     # The classes differ between versions. A NIC's link counter is compared with its first reading, which is taken now.

@@ -76,7 +76,8 @@ class Flight:
                 self.wanted = cause
                 self.wanted_at = monotonic()
                 # Before the abort: afterwards a rank that waited in a collective is already on its way out of it.
-                self._look(sys._current_frames().get(threading.main_thread().ident or 0))
+                frames = sys._current_frames()  # pyright: ignore[reportPrivateUsage]
+                self._look(frames.get(threading.main_thread().ident or 0))
             return True
 
     def _look(self, frame: FrameType | None) -> None:

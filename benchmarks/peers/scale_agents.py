@@ -2,8 +2,8 @@
 
 Each agent says what a real one would say for ranks that obey at once: all of its ranks come to the gate, or enter
 a round, together, and are told of in one report. They share a libzmq context and a trio loop.
-Commands come by standard input: `fault` makes a rank of the first agent raise, `calm` slows the heartbeats down to their
-default interval, `end` ends the process.
+Commands come by standard input: `fault` makes a rank of the first agent raise, `calm` slows the heartbeats down to
+their default interval, `end` ends the process.
 """
 
 import argparse

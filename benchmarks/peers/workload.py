@@ -14,7 +14,6 @@ import torch.distributed as dist
 from events import Events
 
 PING_INTERVAL_S = 0.02
-QUIET_S = 0.6
 
 Ping = Callable[[], None]
 
@@ -32,6 +31,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--fault", choices=["exception", "sigkill", "hang"], required=True)
     parser.add_argument("--fault-rank", type=int, required=True)
     parser.add_argument("--faults", type=int, required=True, help="rounds that end with a fault; the next one returns")
+    parser.add_argument("--quiet", type=float, required=True, help="seconds before a fault, and up to twice that")
 
 
 def work(place: Place, options: argparse.Namespace, events: Events, ping: Ping, store: dist.Store | None) -> None:
@@ -52,7 +52,7 @@ def work(place: Place, options: argparse.Namespace, events: Events, ping: Ping, 
         return
 
     # Every rank must be past the collective before one fails; the random part meets a poll at any phase.
-    quiet_until = time.monotonic() + QUIET_S * (1.0 + random.Random(place.round).random())
+    quiet_until = time.monotonic() + options.quiet * (1.0 + random.Random(place.round).random())
     failing = place.rank == options.fault_rank
     while not (failing and time.monotonic() > quiet_until):
         ping()

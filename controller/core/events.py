@@ -11,6 +11,7 @@ class Opened(msgspec.Struct, frozen=True, tag="opened"):
     """A controller starts to lead: the first one, or one that has replayed the journal of those before it.
 
     incarnation: 1 for the first, then higher each time. expected: agents that the launcher starts, 0 if only they know.
+    wall: seconds since 1970 when it did, for people who read the journal; decides nothing.
     """
 
     job: str
@@ -18,6 +19,7 @@ class Opened(msgspec.Struct, frozen=True, tag="opened"):
     incarnation: int
     expected: int
     settings: Settings
+    wall: float = 0.0
 
 
 class Attached(msgspec.Struct, frozen=True, tag="attached"):

@@ -39,11 +39,13 @@ class Evidence:
         if state.stage is Stage.GATE:
             record.failed_starts = 0
         record.released = record.released or state.stage is Stage.OUTSIDE
+        if state.stage not in (Stage.DYING, Stage.GONE):
+            record.outside = state.stage is Stage.OUTSIDE
         if state.fault is not None:
             self._on_fault(record, state.fault, answered=state.stage is Stage.GATE)
         was_gone = before is not None and before.stage is Stage.GONE and before.life == state.life
         if state.stage is Stage.GONE and not was_gone:
-            self._on_gone(record, before)
+            self._on_gone(record)
         self._count(record)
         if record.condemned or record.wanted > state.life:
             job.directives.dirty(agent)
@@ -68,19 +70,19 @@ class Evidence:
         rank = round.seat_of(record) if round else None
         if round is None or rank is None or fault.life != record.state.life:
             return
-        if record.state.stage is Stage.DYING and rank in round.to_enter:
+        if record.state.stage is Stage.DYING and rank in round.to_enter and fault.round < round.index:
             # It dies on its way into the round, so it speaks of the one before.
             fault = msgspec.structs.replace(fault, round=round.index)
         if fault.round == round.index:
             self._found(record, rank, fault, answered=answered)
 
-    def _on_gone(self, record: SlotRecord, before: SlotState | None) -> None:
+    def _on_gone(self, record: SlotRecord) -> None:
         job, state = self._job, record.state
         exit = state.exit
         assert exit is not None, "a slot that is GONE has an exit record"
         if job.phase in (JobPhase.STOPPING, JobPhase.ENDED):
             return
-        if job.phase is JobPhase.RELEASED or (before is not None and before.stage is Stage.OUTSIDE):
+        if job.phase is JobPhase.RELEASED or record.outside:
             job.code = job.code or wording.exit_status(exit)
             return
         rank = job.round.seat_of(record) if job.round else None

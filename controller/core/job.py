@@ -127,7 +127,7 @@ class Job:
 
     def arm(self, timer: str, seconds: float) -> None:
         """Set a timer. While agents are still to come back it does not fire before they have had their time."""
-        self.timers[timer] = max(self.now + seconds, self.timers.get(ATTACH, 0.0))
+        self.timers[timer] = max(self.now + seconds, self.timers.get(ATTACH, self.now))
 
     def due(self, timer: str) -> bool:
         """Whether `timer` has fired; if so it is gone."""

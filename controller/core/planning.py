@@ -36,7 +36,7 @@ class Planning:
             return False
         agents = [a for a in job.roster.agents.values() if not a.lost]
         missing = max(job.expected - len(agents), 0)
-        if not agents or missing or any(r.coming for a in agents for r in a.slots.values()):
+        if not agents or missing or any(r.coming or r.dying for a in agents for r in a.slots.values()):
             return job.due("forming") and self._formed_late(missing)
         slots = [r for a in agents for r in a.slots.values()]
         if all(r.state.stage is Stage.GONE for r in slots):
@@ -85,7 +85,7 @@ class Planning:
         """After a completed round the trainers exit, or meet at the gate again for another resilient function."""
         job = self._job
         slots = job.roster.slots
-        if not any(r.alive for r in slots()):
+        if not any(r.alive or r.dying for r in slots()):
             if job.code:
                 return job.end(job.code, f"completed, but a process exited with code {job.code} afterwards")
             return job.end(ExitCode.COMPLETED, "completed")
@@ -116,7 +116,7 @@ class Planning:
         candidates = self._candidates()
         known = sum(1 for _ in job.roster.slots())
         target = settings.active_world_size or known
-        coming = [r for r in job.roster.slots() if r.coming]
+        coming = any(r.coming or (r.dying and settings.respawn) for r in job.roster.slots())
         if len(candidates) < target and coming and "respawn" in job.timers and not job.due("respawn"):
             return False
         job.timers.pop("respawn", None)
@@ -192,9 +192,8 @@ class Planning:
         if record.state.round < 0 and not record.condemned:
             record.failed_starts += 1
             if record.state.life == 1 and is_hopeless(fault, job.budget.furthest_step):
-                job.end(
-                    fault.code or ExitCode.FAILED, f"{wording.describe(fault)}; not retried, since it would fail again"
-                )
+                text = f"{wording.describe(fault)}; not retried, since it would fail again"
+                job.end(fault.code or ExitCode.FAILED, f"{text}:\n{fault.detail}" if fault.detail else text)
                 return
         if job.phase in (JobPhase.RELEASED, JobPhase.STOPPING, JobPhase.ENDED) or not job.settings.respawn:
             return

@@ -53,9 +53,10 @@ class SlotRecord:
     wanted: the life that should be there. condemned: why its process was given up on, though nobody saw it die yet.
     failed_starts: processes in a row that died before they reached the gate. suspect: left out by the loop breaker.
     released: has left the resilient function since the last round was completed.
+    outside: was outside of it when last seen alive.
     """
 
-    __slots__ = ("agent", "condemned", "failed_starts", "released", "state", "suspect", "wanted")
+    __slots__ = ("agent", "condemned", "failed_starts", "outside", "released", "state", "suspect", "wanted")
 
     def __init__(self, agent: AgentRecord, state: SlotState) -> None:
         self.agent = agent
@@ -65,6 +66,7 @@ class SlotRecord:
         self.failed_starts = 0
         self.suspect = False
         self.released = False
+        self.outside = False
 
     def __repr__(self) -> str:
         return f"<{self.state.slot} life {self.state.life} {self.state.stage.value}>"
@@ -84,6 +86,11 @@ class SlotRecord:
         """Whether its process may take part in anything again."""
         dead = self.state.stage in (Stage.DYING, Stage.GONE)
         return not dead and not self.condemned and not self.agent.lost
+
+    @property
+    def dying(self) -> bool:
+        """Dead, but how it died is not yet known."""
+        return self.state.stage is Stage.DYING and not self.agent.lost
 
     @property
     def at_gate(self) -> bool:

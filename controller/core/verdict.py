@@ -65,47 +65,67 @@ def _break_loop(job: Job, verdict: Verdict) -> bool:
 
 
 def tell_story(job: Job, old: Round, new: Round, reserves: int) -> None:
-    """One line: what ended the old round, who suffered, who sits where now, and what each phase took."""
+    """One line, always in this order: who failed and why, who suffered, who sits where now, the world, the times."""
     verdict = judge(list(old.findings.values()))
-    phases: dict[str, float | None] = {
-        "abort_ms": wording.milliseconds(old.times.fault, old.times.quiesced),
-        "plan_ms": wording.milliseconds(old.times.quiesced, new.times.planned),
-        "enter_ms": wording.milliseconds(new.times.planned, new.times.entered),
-        "total_ms": wording.milliseconds(old.times.fault, new.times.entered),
-    }
-    parts = [f"round {old.index} -> {new.index}: {wording.describe(verdict.cause.fault, verdict.cause.rank)}"]
-    if verdict.companions:
-        parts.append(f"also failed: ranks {wording.ranks(f.rank for f in verdict.companions)}")
-    if verdict.victims:
-        parts.append(f"victims: ranks {wording.victims_of(verdict)}")
-    if old.late:
-        parts.append("killed: " + wording.listing(f"rank {rank} ({why})" for rank, why in sorted(old.late.items())))
-    moved = wording.moves(old, new)
-    if moved:
-        parts.append(moved)
-    parts.append(
-        f"world {old.size} -> {new.size}, {reserves} reserves"
-        if old.size != new.size
-        else f"world {new.size}, {reserves} reserves"
-    )
-    if old.interrupted_by_restart or new.interrupted_by_restart:
-        parts.append("a controller restart fell into this round, so it has no phase times")
-        phases = {}
-    else:
-        parts.append(_timing(phases))
+    cause = verdict.cause
+    phases = phase_times(old, new)
+    parts = [*blamed(verdict), *([f"killed: {wording.given_up(old.late)}"] if old.late else [])]
+    parts += filter(None, (wording.moves(old, new), world(old, new, reserves), spending(job, new.index)))
+    parts.append(timing(phases))
     job.tell(
         "recovered",
         "; ".join(parts),
-        rank=verdict.cause.rank,
-        slot=verdict.cause.fault.slot,
-        kind=verdict.cause.fault.kind.value,
+        rank=cause.rank,
+        slot=cause.fault.slot,
+        kind=cause.fault.kind.value,
         world_size=new.size,
+        reserves=reserves,
         faults=job.budget.rank_faults,
         phases=phases,
     )
 
 
-def _timing(phases: dict[str, float | None]) -> str:
+def blamed(verdict: Verdict) -> list[str]:
+    """Cause, companions and victims, each in a few words."""
+    said = [wording.describe(verdict.cause.fault, verdict.cause.rank, short=True)]
+    if verdict.companions:
+        said.append(f"also failed: {wording.ranks(f.rank for f in verdict.companions)}")
+    if verdict.victims:
+        said.append(f"victims: {wording.ranks(f.rank for f in verdict.victims)}")
+    return said
+
+
+def world(old: Round, new: Round, reserves: int) -> str:
+    spare = f"{reserves} reserve{'' if reserves == 1 else 's'}"
+    return f"world {new.size}, {spare}" if old.size == new.size else f"world {old.size} -> {new.size}, {spare}"
+
+
+def spending(job: Job, index: int) -> str:
+    """What of the budgets is used up; empty where there are none."""
+    settings = job.settings
+    said: list[str] = []
+    if settings.max_rank_faults is not None:
+        said.append(f"rank fault {job.budget.rank_faults} of {settings.max_rank_faults}")
+    if settings.max_iterations is not None:
+        said.append(f"round {index + 1} of {settings.max_iterations}")
+    return ", ".join(said)
+
+
+def phase_times(old: Round, new: Round) -> dict[str, float | None]:
+    """Milliseconds from the first evidence of a fault until all ranks run again; empty if a controller died then."""
+    if old.interrupted_by_restart or new.interrupted_by_restart:
+        return {}
+    return {
+        "abort_ms": wording.milliseconds(old.times.fault, old.times.quiesced),
+        "plan_ms": wording.milliseconds(old.times.quiesced, new.times.planned),
+        "enter_ms": wording.milliseconds(new.times.planned, new.times.entered),
+        "total_ms": wording.milliseconds(old.times.fault, new.times.entered),
+    }
+
+
+def timing(phases: dict[str, float | None]) -> str:
+    if not phases:
+        return "not timed: a controller died meanwhile"
     told = f"abort {phases['abort_ms']} + plan {phases['plan_ms']}"
     if phases["total_ms"] is None:
         return f"{told} ms; ended before all ranks had entered"

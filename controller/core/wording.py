@@ -1,7 +1,7 @@
 """How the core says things to people: ranks, faults and rounds in one line each."""
 
 import signal
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 from ...protocol.faults import Fault, FaultKind
@@ -104,52 +104,64 @@ def exit_status(exit: ExitRecord) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Move:
-    """`rank` is taken by the process in `slot`, which is new there. was: its rank before, None if it was a reserve."""
+    """`rank` is taken by a process that is new there. was: its rank before, None if it was a reserve or respawned."""
 
     rank: int
-    slot: str
+    record: SlotRecord
     respawned: bool
     was: int | None
 
     def continues(self, last: "Move") -> bool:
         """Whether this is the neighbour of `last` in rank and slot, and came the same way."""
-        agent, _, index = self.slot.rpartition("/")
-        last_agent, _, last_index = last.slot.rpartition("/")
-        near = (agent, int(index), self.rank) == (last_agent, int(last_index) + 1, last.rank + 1)
+        ours, theirs = self.record, last.record
+        near = ours.agent is theirs.agent and (ours.state.index, self.rank) == (theirs.state.index + 1, last.rank + 1)
         was = None if last.was is None else last.was + 1
         return near and self.respawned == last.respawned and self.was == was
 
 
 def moves(old: Round, new: Round) -> str:
     """Who sits where somebody else sat: `n0/4 takes rank 1`, `n7/0-7 take ranks 8-15`."""
+    return _tell_runs(_moved(old, new), _one_move)
+
+
+def seating(round: Round) -> str:
+    """Who sits where: `ranks 0-7: n0/0-7, rank 8: n4/0`."""
+    seats = (Move(rank, record, respawned=False, was=None) for rank, record in sorted(round.seats.items()))
+    return _tell_runs(seats, lambda run: f"{ranks(move.rank for move in run)}: {_slots(run)}")
+
+
+def _tell_runs(every: Iterable[Move], tell: Callable[[list[Move]], str]) -> str:
     runs: list[list[Move]] = []
-    for move in _moved(old, new):
+    for move in every:
         if runs and move.continues(runs[-1][-1]):
             runs[-1].append(move)
         else:
             runs.append([move])
-    said = ", ".join(_one_move(run) for run in runs[:LIST_LIMIT])
+    said = ", ".join(tell(run) for run in runs[:LIST_LIMIT])
     more = sum(len(run) for run in runs[LIST_LIMIT:])
     return f"{said} and {more} more" if more else said
 
 
 def _moved(old: Round, new: Round) -> Iterator[Move]:
     for rank, record in sorted(new.seats.items()):
-        before = old.seats.get(rank)
-        if before is not record:
-            yield Move(rank, record.slot, respawned=False, was=old.rank_of.get(record))
-        elif old.lives[rank] != new.lives[rank]:
-            yield Move(rank, record.slot, respawned=True, was=None)
+        was = old.rank_of.get(record)
+        respawned = was is not None and old.lives[was] != new.lives[rank]
+        if respawned or was != rank:
+            yield Move(rank, record, respawned, was=None if respawned else was)
 
 
 def _one_move(run: list[Move]) -> str:
     first, last = run[0], run[-1]
     many = len(run) > 1
-    slots = f"{first.slot}-{last.slot.rpartition('/')[2]}" if many else first.slot
     came = " (respawned)" if first.respawned else ""
     if first.was is not None:
         came = f" (were ranks {first.was}-{last.was})" if many else f" (was rank {first.was})"
-    return f"{slots}{came} {'take ranks' if many else 'takes rank'} {numbers_as_ranges([m.rank for m in run])}"
+    return f"{_slots(run)}{came} {'take ranks' if many else 'takes rank'} {numbers_as_ranges([m.rank for m in run])}"
+
+
+def _slots(run: list[Move]) -> str:
+    first, last = run[0].record, run[-1].record
+    return first.slot if first is last else f"{first.slot}-{last.state.index}"
 
 
 def given_up(late: Mapping[int, str]) -> str:

@@ -37,6 +37,18 @@ def python(tmp_path: Path) -> Callable[[str], list[str]]:
     return command
 
 
+async def _until(condition: Callable[[], bool], within_s: float = 10.0) -> None:
+    with trio.fail_after(within_s):
+        while not condition():  # noqa: ASYNC110
+            await trio.sleep(0.002)
+
+
+@pytest.fixture
+def until() -> Callable[[Callable[[], bool]], Awaitable[None]]:
+    """Waits for what the kernel tells nobody."""
+    return _until
+
+
 @pytest.fixture
 def run() -> Iterator[Callable[[Callable[[], Awaitable[Any]]], Any]]:
     """Runs an async function beside the reaper, for 30 s at most, and checks that it left nothing."""
@@ -47,9 +59,7 @@ def run() -> Iterator[Callable[[Callable[[], Awaitable[Any]]], Any]]:
                 async with trio.open_nursery() as nursery:
                     await nursery.start(reaper)
                     result = await function()
-                    with trio.move_on_after(2.0):
-                        while children():  # The reaper is about to bury the last orphans.
-                            await trio.sleep(0.002)
+                    await _until(lambda: children() == [])  # The reaper is about to bury the last orphans.
                     nursery.cancel_scope.cancel()
             return result
 

@@ -1,11 +1,11 @@
-"""A rank from the fork server is the same as one that was started the plain way, and nothing of the server is needed."""
+"""A rank from the fork server is the same as one that was started the plain way, and no server is needed."""
 
 import json
 import os
 import signal
 import sys
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -17,10 +17,11 @@ from perdure.protocol.names import Slot
 from perdure.worker_runtime.agent import fork_server
 from perdure.worker_runtime.agent.fork_child import target_of
 from perdure.worker_runtime.agent.fork_server import ForkServer
-from perdure.worker_runtime.agent.processes import KILLED, finish, kill, spawn, wait_exit
+from perdure.worker_runtime.agent.processes import finish, kill, spawn, wait_exit
 from perdure.worker_runtime.agent.reaper import children
 
 Run = Callable[[Callable[[], Any]], Any]
+Until = Callable[[Callable[[], bool]], Awaitable[None]]
 SLOT = Slot("n0/0")
 
 
@@ -39,23 +40,25 @@ async def serving(
 
 PORTRAIT = """
 import gc, json, os, signal, sys, threading
-def resting():
-    fields = open("/proc/self/stat").read().rpartition(")")[2].split()
-    return {"priority": fields[15], "nice": fields[16], "threads": fields[17]}
+OURS = ("PERDURE_RANK_FD", "PERDURE_BEAT_FD", "PERDURE_LIFE", "LC_CTYPE")
 known = {os.environ["PERDURE_RANK_FD"], os.environ["PERDURE_BEAT_FD"], "0", "1", "2"}
+opened = {fd for fd in os.listdir("/proc/self/fd") if os.path.exists("/proc/self/fd/" + fd)}
+stat = open("/proc/self/stat").read().rpartition(")")[2].split()
+out = sys.stdout
 sys.stderr.write(json.dumps({
-    "argv": sys.argv, "first": sys.path[0], "path": sys.path, "file": __file__, "name": __name__, "package": __package__,
+    "argv": sys.argv, "path": sys.path, "file": __file__, "name": __name__, "package": __package__,
     "spec": getattr(__spec__, "name", None), "main": sys.modules["__main__"].__dict__ is globals(),
-    "builtins": type(__builtins__).__name__, "cwd": os.getcwd(), "session": os.getsid(0) == os.getpid(), "group": os.getpgid(0) == os.getpid(),
-    "parent": os.getppid(), "stdin": os.readlink("/proc/self/fd/0"), "stat": resting(),
-    "descriptors": sorted(set(os.listdir("/proc/self/fd")) - known - {str(n) for n in range(3, 200) if not os.path.exists(f"/proc/self/fd/{n}")}),
+    "builtins": type(__builtins__).__name__, "executable": sys.executable, "cwd": os.getcwd(), "umask": os.umask(0o22),
+    "session": os.getsid(0) == os.getpid(), "group": os.getpgid(0) == os.getpid(), "parent": os.getppid(),
+    "priority": stat[15], "nice": stat[16], "threads": stat[17],
+    "stdin": os.readlink("/proc/self/fd/0"), "more open": sorted(opened - known),
     "inheritable": [os.get_inheritable(int(n)) for n in sorted(known)],
-    "signals": [str(signal.getsignal(n)) for n in range(1, 32)], "mask": str(signal.pthread_sigmask(signal.SIG_BLOCK, [])),
-    "umask": os.umask(0o22), "gc": gc.isenabled(), "thread": threading.current_thread().name,
-    "main thread": threading.main_thread() is threading.current_thread(), "executable": sys.executable,
-    "env": {k: v for k, v in os.environ.items() if k not in ("PERDURE_RANK_FD", "PERDURE_BEAT_FD", "PERDURE_LIFE", "LC_CTYPE")},
-    "buffering": [type(sys.stdout.buffer).__name__, sys.stdout.write_through, sys.stdout.line_buffering, sys.stdout.encoding,
-                  sys.stderr.line_buffering, sys.stderr.errors],
+    "signals": [str(signal.getsignal(n)) for n in range(1, 32)],
+    "mask": str(signal.pthread_sigmask(signal.SIG_BLOCK, [])),
+    "gc": gc.isenabled(), "main thread": threading.main_thread() is threading.current_thread(),
+    "env": {name: value for name, value in os.environ.items() if name not in OURS},
+    "stdout": [type(out.buffer).__name__, out.write_through, out.line_buffering, out.encoding],
+    "stderr": [sys.stderr.line_buffering, sys.stderr.errors],
 }))
 """
 
@@ -108,11 +111,15 @@ ENDINGS = {
     "syntax": "def f(:\n",
     "hook": "import sys\nsys.excepthook = lambda *a: sys.stderr.write('hooked')\n1/0",
     "atexit": "import atexit, sys\natexit.register(lambda: sys.stderr.write('at exit'))\n1/0",
-    "thread": "import sys, threading, time\nthreading.Thread(target=lambda: (time.sleep(0.05), sys.stderr.write('thread'))).start()",
+    "thread": (
+        "import sys, threading, time\n"
+        "threading.Thread(target=lambda: (time.sleep(0.05), sys.stderr.write('thread'))).start()"
+    ),
     "pickle": "import pickle, sys\nclass A: pass\nsys.stderr.write(type(pickle.loads(pickle.dumps(A()))).__module__)",
     "spawn": (
         "import multiprocessing, sys\ndef f(): sys.stderr.write('spawned')\n"
-        "if __name__ == '__main__':\n    p = multiprocessing.get_context('spawn').Process(target=f); p.start(); p.join()"
+        "if __name__ == '__main__':\n"
+        "    p = multiprocessing.get_context('spawn').Process(target=f); p.start(); p.join()"
     ),
 }
 
@@ -200,7 +207,7 @@ def test_a_script_beside_a_file_that_shadows_a_library_is_started_the_plain_way(
 
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
 def test_a_dead_or_hung_server_costs_only_its_speed(
-    run: Run, env: dict[str, str], tmp_path: Path, how: signal.Signals, monkeypatch: pytest.MonkeyPatch
+    run: Run, env: dict[str, str], tmp_path: Path, how: signal.Signals, monkeypatch: pytest.MonkeyPatch, until: Until
 ) -> None:
     monkeypatch.setattr(fork_server, "REPLY_S", 0.2)
     (tmp_path / "a.py").write_text("raise SystemExit(4)")
@@ -215,10 +222,7 @@ def test_a_dead_or_hung_server_costs_only_its_speed(
             assert not process.forked
             assert await wait_exit(process) == 4
             await finish(process, 0)
-            with trio.fail_after(10):
-                while server.pid in (0, first):
-                    await trio.sleep(0.01)
-                await server.ready.wait()
+            await until(lambda: server.pid not in (0, first) and server.ready.is_set())
             assert await end_of(command, env, server) == (4, "")
 
     run(main)
@@ -236,7 +240,7 @@ def test_a_module_that_cannot_be_imported_is_named(run: Run, env: dict[str, str]
     assert "no_such_module" in lines[0]
 
 
-def test_a_cancelled_fork_leaves_no_process(run: Run, env: dict[str, str], tmp_path: Path) -> None:
+def test_a_cancelled_fork_leaves_no_process(run: Run, env: dict[str, str], tmp_path: Path, until: Until) -> None:
     (tmp_path / "a.py").write_text("import time; time.sleep(60)")
     command = [sys.executable, str(tmp_path / "a.py")]
 
@@ -246,9 +250,7 @@ def test_a_cancelled_fork_leaves_no_process(run: Run, env: dict[str, str], tmp_p
                 with trio.move_on_after(micros / 1e6):
                     process = await spawn(command, SLOT, 1, env, fork_server=server)
                     await finish(process, 0)
-            with trio.fail_after(5):
-                while children() != [server.pid]:
-                    await trio.sleep(0.01)
+            await until(lambda: children() == [server.pid])
             process = await spawn(command, SLOT, 1, env, fork_server=server)
             assert process.forked
             await finish(process, 0)
@@ -256,7 +258,7 @@ def test_a_cancelled_fork_leaves_no_process(run: Run, env: dict[str, str], tmp_p
     run(main)
 
 
-def test_the_orphans_of_a_forked_rank_are_found(run: Run, env: dict[str, str], tmp_path: Path) -> None:
+def test_the_orphans_of_a_forked_rank_are_found(run: Run, env: dict[str, str], tmp_path: Path, until: Until) -> None:
     """They never called exec, so they show the server's environment unless the rank wrote its marks there."""
     path = tmp_path / "orphans.py"
     path.write_text(
@@ -272,10 +274,8 @@ def test_the_orphans_of_a_forked_rank_are_found(run: Run, env: dict[str, str], t
                 for _ in range(2):
                     await trio.lowlevel.wait_readable(process.sock)
                     process.sock.recv(10)
-            with trio.fail_after(5):
-                while [len(process.family()) for process in ranks] != [2, 2]:
-                    await trio.sleep(0.01)
-            assert await kill(ranks[0], 0) == KILLED
+            await until(lambda: [len(process.family()) for process in ranks] == [2, 2])
+            await kill(ranks[0], 0)
             assert [len(process.family()) for process in ranks] == [0, 2]
             title = Path(f"/proc/{ranks[1].pid}/cmdline").read_bytes().split(b"\0")[0]
             assert title.decode() == f"{sys.executable} {path}"

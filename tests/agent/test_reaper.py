@@ -5,7 +5,7 @@ import shutil
 import subprocess
 import sys
 import textwrap
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 import pytest
@@ -14,6 +14,7 @@ import trio
 from perdure.worker_runtime.agent.reaper import children, claim_child, exit_code, reap_orphans, release_child
 
 Run = Callable[[Callable[[], Any]], Any]
+Until = Callable[[Callable[[], bool]], Awaitable[None]]
 
 ORPHANS = """
 import os
@@ -26,15 +27,13 @@ for i in range(20):
 """
 
 
-def test_orphans_are_buried_on_sigchld(run: Run) -> None:
+def test_orphans_are_buried_on_sigchld(run: Run, until: Until) -> None:
     async def main() -> None:
-        process = subprocess.Popen([sys.executable, "-S", "-c", ORPHANS])
+        process = subprocess.Popen([sys.executable, "-S", "-c", ORPHANS])  # noqa: ASYNC220
         claim_child(process.pid)
         pidfd = os.pidfd_open(process.pid)
         await trio.lowlevel.wait_readable(pidfd)
-        with trio.fail_after(5):
-            while children() != [process.pid]:  # The reaper is woken by each of them.
-                await trio.sleep(0.001)
+        await until(lambda: children() == [process.pid])  # The reaper is woken by each of them.
         assert exit_code(pidfd, os.WNOWAIT) == 0
         assert process.wait() == 0
         release_child(process.pid)

@@ -3,10 +3,8 @@
 import os
 import signal
 import subprocess
-import sys
 import time
 
-from perdure.worker_runtime.agent.reaper import children, reap_orphans
 from perdure.worker_runtime.agent.tree import (
     Entry,
     descendants,
@@ -73,31 +71,3 @@ def test_descendants_survive_a_loop_in_the_table() -> None:
     line = b"1 (x) S %d 1 1 0 0 0 0 0 0 0 0 0 0 0 20 0 1 0 99 0"
     table = {2: Entry(2, line % 3), 3: Entry(3, line % 2), 4: Entry(4, line % 9)}
     assert descendants(table, 2) == {2, 3}
-
-
-FUGITIVE = """
-import os, time
-# Always on the move: the process that a scan finds is soon gone, and its child lives. Bounded, in case nobody stops it.
-for _ in range(3000):
-    if os.fork(): os._exit(0)
-    if os.fork() == 0: time.sleep(20); os._exit(0)
-    time.sleep(0.001)
-"""
-
-
-def test_a_fork_bomb_is_stopped() -> None:
-    token = f"bomb-{os.getpid()}"
-    mark = f"PERDURE_TOKEN={token}".encode()
-    start(sys.executable, "-S", "-c", FUGITIVE, PERDURE_TOKEN=token).wait()
-    deadline = time.monotonic() + 10
-    sweeps = 0
-    while marked((mark,)):
-        assert time.monotonic() < deadline
-        kill_all(lambda: marked((mark,)))
-        sweeps += 1
-        reap_orphans()
-    assert sweeps < 20
-    deadline = time.monotonic() + 5
-    while children():
-        assert time.monotonic() < deadline
-        reap_orphans()

@@ -102,6 +102,43 @@ def test_fields_can_be_anything(tmp_path: Path) -> None:
     assert len(texts(tmp_path)[3]) < 20_000
 
 
+def test_a_longer_text_has_its_first_line_for_people_and_the_rest_in_detail(tmp_path: Path) -> None:
+    stream = io.StringIO()
+    book = Logbook(tmp_path, "llama", "head", stream)
+    book.line("ending", "ending the job with code 1: boom\nTraceback:\n  File x\nboom")
+    book.close()
+    assert texts(tmp_path)[0].endswith("ending the job with code 1: boom [3 more lines in perdure.jsonl]")
+    assert stream.getvalue().count("\n") == 1
+    (record,) = records(tmp_path)
+    assert record["text"] == "ending the job with code 1: boom"
+    assert record["detail"] == "Traceback:\n  File x\nboom"
+
+
+def test_the_stream_is_spared_what_only_a_search_needs(tmp_path: Path) -> None:
+    stream = io.StringIO()
+    book = Logbook(tmp_path, "llama", "head", stream)
+    book.line("setting", "soft_timeout = 60 s (default)", level="debug")
+    book.line("settings", "all settings have their defaults")
+    book.close()
+    assert "soft_timeout" not in stream.getvalue()
+    assert [record["event"] for record in records(tmp_path)] == ["setting", "settings"]
+    assert "soft_timeout" in texts(tmp_path)[0]
+
+
+def test_the_columns_say_who_so_the_text_does_not(tmp_path: Path) -> None:
+    book = Logbook(tmp_path, "llama", "head")
+    book.line("fault", "rank 3 (n2/1): killed by SIGKILL", round=7, rank=3, slot="n2/1")
+    book.line("killed", "rank 3 (n2/1) was killed: no progress", round=7, rank=3, slot="n2/1")
+    book.line("slot_gone", "n2/15: killed by SIGKILL", slot="n2/1")
+    book.close()
+    assert [line[59:] for line in texts(tmp_path)] == [
+        "FAULT        killed by SIGKILL",
+        "KILLED       was killed: no progress",
+        "SLOT_GONE    n2/15: killed by SIGKILL",
+    ]
+    assert records(tmp_path)[0]["text"] == "rank 3 (n2/1): killed by SIGKILL"
+
+
 def test_without_a_directory_only_the_stream_is_written() -> None:
     stream = io.StringIO()
     book = Logbook(None, "llama", "head", stream)
@@ -231,7 +268,7 @@ def test_half_a_line_in_a_pipe_is_ended_before_the_next(tmp_path: Path) -> None:
         for _ in range(20):
             book.line("note", "y" * 9_001)
         until(lambda: sum(book.lost.values()) > 0)
-        until(lambda: not book._readable[0]._queue)
+        until(lambda: not book._streams[0]._queue)
         heard = reader.read(1 << 20) or b""
         book.line("last", "after")
         book.close(20)

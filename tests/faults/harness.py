@@ -50,7 +50,7 @@ KNOBS: dict[str, object] = {
 }
 """Short, but long enough that a loaded machine raises no false alarm; a test about a limit sets that one."""
 
-HANGS: dict[str, object] = {"soft_timeout": 1, "hard_timeout": 2, "barrier_timeout": 12}
+HANGS: dict[str, object] = {"soft_timeout": 1, "hard_timeout": 2}
 """For tests about hangs."""
 
 
@@ -99,12 +99,12 @@ class Job:
         nproc: int = 3,
         nodes: Sequence[str] = ("n0",),
         env: Mapping[str, str] | None = None,
-        program: Sequence[str] | None = None,
+        prefix: Sequence[str] = (),
         **knobs: object,
     ) -> None:
         """nodes: one agent with `nproc` ranks on each; with more than one the controller is a process of its own.
 
-        knobs: of the configuration; None leaves one of `KNOBS` at perdure's default. program: instead of `source`.
+        knobs: of the configuration; None leaves one of `KNOBS` at perdure's default. prefix: a command that starts the agent.
         """
         self.folder = folder
         self.run_dir = folder / "run"
@@ -118,7 +118,8 @@ class Job:
             each.mkdir(exist_ok=True)
         script = folder / "train.py"
         script.write_text(HEAD + textwrap.dedent(source))
-        self.program = list(program or (sys.executable, str(script)))
+        self._program = [sys.executable, str(script)]
+        self._prefix = list(prefix)
         kept = {name: value for name, value in os.environ.items() if not name.startswith(("PERDURE_", "SLURM"))}
         self.env = {
             **kept,
@@ -145,7 +146,7 @@ class Job:
 
     def start_agent(self, node: str, order: int = 0) -> subprocess.Popen[bytes]:
         where = ["--nproc", str(self.nproc), "--run-dir", str(self.run_dir), "--agents", str(len(self.nodes))]
-        command = [str(PERDURE), "run", *where, *self._options, "--", *self.program]
+        command = [*self._prefix, str(PERDURE), "run", *where, *self._options, "--", *self._program]
         self.agents[node] = self._process(node, command, {"PERDURE_NODE": node})
         return self.agents[node]
 
@@ -190,6 +191,12 @@ class Job:
         for process in self.processes():
             process.kill()
             process.wait(10)
+
+    def kill(self, who: Event, number: int = signal.SIGKILL) -> None:
+        """Signal a rank's process; after SIGKILL, wait until it is dead."""
+        os.kill(who.pid, number)
+        if number == signal.SIGKILL:
+            self.wait_for(lambda: not lives(who.key), f"the death of pid {who.pid}")
 
     # ---- what trainers told -----------------------------------------------------------------------------------
 
@@ -247,6 +254,10 @@ class Job:
         """What this agent (or "controller"), its ranks and its own controller wrote to stdout and stderr."""
         path = self.folder / f"{name}.output"
         return path.read_text(errors="replace") if path.exists() else ""
+
+    def reason(self) -> str:
+        """Why the job ended, as its verdict says."""
+        return str(json.loads((self.run_dir / "verdict.json").read_bytes())["cause"])
 
     def endpoint(self) -> dict[str, Any]:
         return json.loads((self.run_dir / "endpoint.json").read_bytes())
@@ -319,13 +330,7 @@ class Job:
     def _explain(self, text: str) -> str:
         counted = Counter((each.event, each.round) for each in self.events())
         parts = [text, f"events: {dict(counted)}"]
-        log = self.run_dir / "perdure.log"
-        if log.exists():
-            parts.append("\n".join(x for x in log.read_text().splitlines() if " DEBUG " not in x)[-6000:])
-        parts += [f"--- {name}\n{self.output(name)[-3000:]}" for name in self.nodes]
+        for name in ("controller", *self.nodes):
+            lines = [line for line in self.output(name).splitlines() if " DEBUG " not in line]
+            parts += [f"--- {name}", "\n".join(lines)[-8000:]]
         return "\n".join(parts)
-
-
-def freeze(pid: int) -> None:
-    """SIGSTOP, and wait until the kernel has stopped it."""
-    os.kill(pid, signal.SIGSTOP)

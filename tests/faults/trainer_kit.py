@@ -17,6 +17,7 @@ import perdure
 
 FOLDER = Path(os.environ["FAULTS_FOLDER"])
 LIMIT_S = 60.0
+STEP_S = 0.004
 STEPS_OF_A_ROUND = 100_000
 """Steps are numbered on from round to round: a job that always fails at the same step is stopped, rightly."""
 
@@ -53,7 +54,7 @@ def wait_said(name: str, round: perdure.Round | None = None) -> None:
         if time.monotonic() > end:
             raise TimeoutError(f"nobody said {name!r} within {LIMIT_S} s")
         if round is not None:
-            round.ping()
+            round.ping(round.index * STEPS_OF_A_ROUND)
         time.sleep(0.002)
 
 
@@ -63,12 +64,13 @@ def run(
     enter: Callable[[perdure.Round], object] | None = None,
     leave: Callable[[perdure.Round], object] | None = None,
     gloo: bool = False,
-    step_s: float = 0.004,
+    together: bool = True,
 ) -> None:
     """Train in a resilient function until the test says `release`.
 
     enter: called first in each round. fault: called in every step, with the number of the step in its round, from 1 on.
-    leave: called before the function returns. gloo: every step is an all_reduce.
+    leave: called before the function returns. gloo: every step is an all_reduce. together: no rank begins its first step
+    before all are inside the function.
     """
 
     @perdure.resilient
@@ -76,7 +78,9 @@ def run(
         tell("entered", round)
         if enter is not None:
             enter(round)
-        share = _gloo_step(round) if gloo else _lone_step(step_s)
+        share = _gloo_step(round) if gloo else _lone_step
+        if together:
+            _meet(round)
         for step in range(1, STEPS_OF_A_ROUND):
             round.ping(round.index * STEPS_OF_A_ROUND + step)
             if fault is not None:
@@ -91,12 +95,15 @@ def run(
     tell("left")
 
 
-def _lone_step(step_s: float) -> Callable[[], bool]:
-    def step() -> bool:
-        time.sleep(step_s)
-        return is_said("release")
+def _meet(round: perdure.Round) -> None:
+    say(f"in-{round.index}-{round.rank}")
+    for rank in range(round.world_size):
+        wait_said(f"in-{round.index}-{rank}", round)
 
-    return step
+
+def _lone_step() -> bool:
+    time.sleep(STEP_S)
+    return is_said("release")
 
 
 def _gloo_step(round: perdure.Round) -> Callable[[], bool]:

@@ -33,12 +33,14 @@ DEADLINE_S = 30.0
 class Rank:
     """One trainer. `source` is its program; it finds `perdure` imported."""
 
-    def __init__(self, source: str, *, slot: str = "n0/0", torch: bool = False, env: dict[str, str] | None = None) -> None:
+    def __init__(
+        self, source: str, *, slot: str = "n0/0", torch: bool = False, head: str = "", env: dict[str, str] | None = None
+    ) -> None:
         self.page = BeatPage.create()
         self.notes: list[Note] = []
         self._decoder: msgspec.msgpack.Decoder[FromRank] = msgspec.msgpack.Decoder(FromRank)
         self._ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        head = "import os, sys, time, threading\nimport perdure\n"
+        head += "import os, sys, time, threading\nimport perdure\n"
         if torch:
             head += "import torch, torch.distributed as dist\nfrom datetime import timedelta\n"
         environ = {

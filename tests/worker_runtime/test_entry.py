@@ -6,12 +6,13 @@ import subprocess
 import sys
 
 import pytest
-from .harness import Rank, trainer, trainers
 
 from perdure.protocol.faults import FaultKind
 from perdure.protocol.names import RESERVE
 from perdure.protocol.rank_messages import Enter, Entered, Finish, Interrupt, Leaving, Raised, Ready, Returned
 from perdure.worker_runtime import beats
+
+from .harness import Rank, trainer, trainers
 
 
 def test_arguments_go_in_and_the_value_comes_out() -> None:
@@ -23,7 +24,9 @@ def test_arguments_go_in_and_the_value_comes_out() -> None:
         print(train(1, b="two"))
         """) as rank:
         ready = rank.expect(Ready)
-        assert ready.round == -1 and ready.port > 0 and ready.fault is None
+        assert ready.round == -1
+        assert ready.port > 0
+        assert ready.fault is None
         rank.enter(4, rank=2, world_size=3, port=1)
         assert rank.expect(Entered) == Entered(4)
         assert rank.expect(Returned) == Returned(4)
@@ -46,11 +49,16 @@ def test_an_exception_is_told_and_the_next_round_runs() -> None:
         rank.start()
         fault = rank.expect(Raised).fault
         assert (fault.kind, fault.error, fault.step, fault.round) == (FaultKind.EXCEPTION, "ValueError", 7, 0)
-        assert fault.slot == "n0/0" and fault.life == 1 and fault.entered and not fault.peer_error
-        assert fault.message == "ValueError: bad \\udcff value" and "in train" in fault.detail
+        assert fault.slot == "n0/0"
+        assert fault.life == 1
+        assert fault.entered
+        assert not fault.peer_error
+        assert fault.message == "ValueError: bad \\udcff value"
+        assert "in train" in fault.detail
         assert fault.place.startswith("<string>:")
         ready = rank.expect(Ready)
-        assert ready.fault == fault and ready.round == 0
+        assert ready.fault == fault
+        assert ready.round == 0
         rank.enter(1, port=ready.port)
         assert rank.expect(Entered) == Entered(1)
         assert rank.expect(Returned) == Returned(1)
@@ -59,7 +67,13 @@ def test_an_exception_is_told_and_the_next_round_runs() -> None:
 
 @pytest.mark.parametrize(
     ("leave", "code"),
-    [("sys.exit(16)", 16), ("sys.exit()", 0), ("sys.exit('why')", 1), ("sys.exit(300)", 44), ("raise KeyboardInterrupt", 130)],
+    [
+        ("sys.exit(16)", 16),
+        ("sys.exit()", 0),
+        ("sys.exit('why')", 1),
+        ("sys.exit(300)", 44),
+        ("raise KeyboardInterrupt", 130),
+    ],
 )
 def test_a_process_that_wants_to_leave_leaves(leave: str, code: int) -> None:
     with trainer(f"""
@@ -70,9 +84,12 @@ def test_a_process_that_wants_to_leave_leaves(leave: str, code: int) -> None:
         """) as rank:
         rank.start()
         leaving = rank.expect(Leaving)
-        assert leaving.code == code and leaving.fault is not None
-        assert leaving.fault.kind is FaultKind.EXIT and leaving.fault.code == code
-        assert rank.page.read().dying == beats.EXITING and rank.page.read().code == code
+        assert leaving.code == code
+        assert leaving.fault is not None
+        assert leaving.fault.kind is FaultKind.EXIT
+        assert leaving.fault.code == code
+        assert rank.page.read().dying == beats.EXITING
+        assert rank.page.read().code == code
         assert rank.end()[0] == (-signal.SIGINT if code == 130 else code)
 
 
@@ -168,7 +185,8 @@ def test_the_agent_is_gone() -> None:
         rank.hang_up()
         code, stdout, stderr = rank.end()
         assert (code, stdout) == (94, "flushed\n")
-        assert "the agent is gone" in stderr and len(stderr.splitlines()) == 1
+        assert "the agent is gone" in stderr
+        assert len(stderr.splitlines()) == 1
 
 
 def test_ctrl_c_at_the_gate() -> None:
@@ -203,7 +221,9 @@ def test_hooks_run_in_order_and_an_unhealthy_rank_leaves() -> None:
         rank.expect(Entered)
         rank.expect(Raised)
         fault = rank.expect(Ready).fault
-        assert fault is not None and fault.kind is FaultKind.HEALTH_CHECK and "healthy" in fault.message
+        assert fault is not None
+        assert fault.kind is FaultKind.HEALTH_CHECK
+        assert "healthy" in fault.message
         assert rank.expect(Leaving) == Leaving(1, fault)
         code, stdout, _ = rank.end()
         assert (code, stdout) == (1, "abort\nfinalize\nhealth\n" * 2)
@@ -226,9 +246,12 @@ print(train())
 """
     done = _alone(source)
     assert done.stdout == "(0, 3, 5, False, None)\n"
-    assert done.stderr.startswith("perdure: not supervised") and len(done.stderr.splitlines()) == 1
+    assert done.stderr.startswith("perdure: not supervised")
+    assert len(done.stderr.splitlines()) == 1
     refused = _alone("perdure.require()\n" + source)
-    assert refused.returncode == 1 and "NotSupervised" in refused.stderr and "perdure run" in refused.stderr
+    assert refused.returncode == 1
+    assert "NotSupervised" in refused.stderr
+    assert "perdure run" in refused.stderr
 
 
 def test_another_thread_is_refused() -> None:
@@ -237,4 +260,5 @@ def test_another_thread_is_refused() -> None:
 def train(round): print("never")
 thread = threading.Thread(target=train); thread.start(); thread.join()
 """)
-    assert done.stdout == "" and "main thread only" in done.stderr
+    assert done.stdout == ""
+    assert "main thread only" in done.stderr

@@ -3,9 +3,10 @@
 import time
 
 import pytest
-from .harness import trainer
 
 from perdure.protocol.rank_messages import Entered, Interrupt, Raised, Ready, Returned
+
+from .harness import trainer
 
 PLACES = {
     "busy": "while True: pass",
@@ -43,7 +44,9 @@ def test_interrupted_everywhere(place: str) -> None:
         began = time.monotonic()
         ready = rank.interrupt(deadline_s=3)
         assert time.monotonic() - began < 1.0
-        assert ready.fault is None and ready.swallowed == () and not ready.in_collective
+        assert ready.fault is None
+        assert ready.swallowed == ()
+        assert not ready.in_collective
         assert ready.where.startswith("<string>:")
         rank.enter(1, port=ready.port)
         rank.expect(Entered)
@@ -188,4 +191,6 @@ def test_fifty_rounds_leave_nothing() -> None:
         rows = [[int(word) for word in line.split()] for line in stdout.splitlines()]
         memory, fds, threads = zip(*rows[2:], strict=True)
         assert len(rows) == 50
-        assert max(memory) - min(memory) < 10 and len(set(fds)) == 1 and max(threads) <= min(threads) + 1
+        assert max(memory) - min(memory) < 10
+        assert len(set(fds)) == 1
+        assert max(threads) <= min(threads) + 1

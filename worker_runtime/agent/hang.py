@@ -8,6 +8,8 @@ the two is the rank's progress. Nothing wakes up to look before the earliest ins
 
 from dataclasses import dataclass
 
+from ...protocol.settings import Settings
+
 
 @dataclass(frozen=True, slots=True)
 class Progress:
@@ -48,6 +50,14 @@ def judge(progress: Progress, now: float, soft_s: float, hard_s: float, *, with_
     """Compare the progress with both limits. `with_ping` is off while a rank is interrupted: it cannot ping then."""
     last = progress.last(with_ping=with_ping)
     stale = max(now - last, 0.0)
-    soft, hard = stale >= soft_s, stale >= hard_s
-    again = last + min((limit for limit, passed in ((soft_s, soft), (hard_s, hard)) if not passed), default=hard_s)
+    # The same sums as below, so that whoever comes at `again_at` never comes a rounding error too early.
+    soft, hard = now >= last + soft_s, now >= last + hard_s
+    again = min(
+        (last + limit for limit, passed in ((soft_s, soft), (hard_s, hard)) if not passed), default=last + hard_s
+    )
     return Judgement(soft, hard, stale, again)
+
+
+def stamp_interval(settings: Settings) -> float:
+    """How often the runtime stamps: often enough that a limit is judged within 50 ms, seldom enough to cost nothing."""
+    return min(max(settings.soft_timeout / 20, 0.01), 0.25)

@@ -1,13 +1,16 @@
 """The agent's connection to the controller: finds it, introduces the agent, delivers reports, hands on directives.
 
-The endpoint file in the run directory says where the present controller is. A controller that comes back has another port, so
-while there is no connection the file is looked at again, with a growing pause. Each connection is a new session: it begins
-with a Hello that carries everything no controller has acknowledged, and is repeated until answered.
+The endpoint file in the run directory says where the present controller is. A controller that comes back has another
+port, so while there is no connection the file is looked at again, with a growing pause. Each connection is a new
+session: it begins with a Hello that carries everything no controller has acknowledged, and is repeated until answered.
+
+An agent belongs to one attempt of the job. The endpoint of an earlier one is a leftover and passed by; one of a later
+attempt says that this agent's own is over.
 """
 
 import secrets
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -35,8 +38,12 @@ from ...protocol.wire import Connected, Disconnected, HandshakeFailed, WireError
 
 RESEND_AFTER_S = 1.0
 HELLO_AGAIN_S = 1.0
+ACKNOWLEDGE_WITHIN_S = 0.1
 LOOK_AGAIN_S = (0.02, 1.0)
 """First and longest pause between two looks at the endpoint file."""
+
+PATIENCE_S = 10.0
+"""How long no controller is found before the log says so."""
 
 READ_TIMEOUT_S = 5.0
 """How long the run directory's file system may take to answer."""
@@ -64,6 +71,11 @@ class Link:
         self._job = job
         self._run_dir = run_dir
         self._environ = environ
+        self._attempt = attempt_of(environ)
+        """The earliest that may be ours; once a controller has accepted this agent, the one that is."""
+        self._joined = False
+        self._over = False
+        self._endpoint: Endpoint | None = None
         self._heartbeat_timeout_s = heartbeat_timeout_s
         self._on = handlers
         self._queue = ReliableQueue(RESEND_AFTER_S)
@@ -76,6 +88,7 @@ class Link:
         self._other: list[bytes] = []
         """Bodies other than reports that were unacknowledged when the last session ended."""
         self._hello_at: float | None = None
+        self._acknowledge_at: float | None = None
         self._address = ""
         self._said = ""
         self.bell = trio.Event()
@@ -112,11 +125,19 @@ class Link:
         """When `poke` is wanted."""
         if self._hello_at is not None:
             return self._hello_at
-        return self._queue.deadline() if self._welcomed else None
+        wanted = [at for at in (self._queue.deadline(), self._acknowledge_at) if at is not None]
+        return min(wanted, default=None) if self._welcomed else None
+
+    def acknowledge(self) -> None:
+        """Say now how far everything has arrived, if the controller waits to hear it."""
+        if self._acknowledge_at is not None and self._welcomed:
+            self._send(0, encode_body(Acknowledge()))
 
     def poke(self) -> None:
         """Send what is due."""
         now = time.monotonic()
+        if self._acknowledge_at is not None and now >= self._acknowledge_at:
+            self.acknowledge()
         if self._hello_at is not None and now >= self._hello_at:
             self._say_hello()
         if self._welcomed:
@@ -127,9 +148,9 @@ class Link:
 
     async def run(self) -> None:
         """Keep a connection, for ever."""
-        endpoint: Endpoint | None = None
         while True:
-            endpoint, keys = await self._find(endpoint)
+            endpoint, keys = await self._find()
+            self._endpoint = endpoint
             try:
                 self._address = await local_address(endpoint.address)
                 await self._stay(endpoint, keys)
@@ -138,41 +159,56 @@ class Link:
                 await trio.sleep(LOOK_AGAIN_S[1])
             self._gone()
 
-    async def _find(self, former: Endpoint | None) -> tuple[Endpoint, JobKeys | None]:
-        """The endpoint and its keys, as soon as there is one; `former` is tried again if nothing newer comes."""
+    async def _find(self) -> tuple[Endpoint, JobKeys | None]:
+        """The endpoint and its keys, as soon as there is one."""
         pause, longest = LOOK_AGAIN_S
+        patient_until = time.monotonic() + PATIENCE_S
         while True:
             found = await self._read()
             if found is not None:
                 return found
+            if time.monotonic() >= patient_until:
+                patient_until = float("inf")
+                self._complain(
+                    f"no controller is there yet: {self._run_dir} has no endpoint.json of this attempt. Start "
+                    "`perdure controller` with this run directory, which all machines must share; on one machine "
+                    "alone --agents 1 starts it here"
+                )
             await trio.sleep(pause)
             pause = min(pause * 2, longest)
 
     async def _read(self) -> tuple[Endpoint, JobKeys | None] | None:
-        """The run directory's present endpoint. Never blocks the agent, however sick the file system is."""
-        with trio.move_on_after(READ_TIMEOUT_S):
-            return await trio.to_thread.run_sync(self._read_files, abandon_on_cancel=True)
-        self._complain(f"the run directory {self._run_dir} does not answer")
+        """Our attempt's present endpoint. Never blocks the agent, however sick the file system is."""
+        try:
+            with trio.move_on_after(READ_TIMEOUT_S):
+                found = await trio.to_thread.run_sync(self._read_files, abandon_on_cancel=True)
+                return found if found is not None and self._is_ours(found[0]) else None
+            self._complain(f"the run directory {self._run_dir} does not answer")
+        except (EndpointError, KeysError) as error:
+            self._complain(str(error))
         return None
 
     def _read_files(self) -> tuple[Endpoint, JobKeys | None] | None:
-        try:
-            endpoint = Endpoint.read(self._run_dir / "endpoint.json")
-            if endpoint is None:
-                return None
-            if endpoint.job != self._job:
-                self._complain(
-                    f"{self._run_dir} belongs to job {endpoint.job!r}, this agent to {self._job!r}; "
-                    "give every job its own run directory"
-                )
-                return None
-            if not endpoint.server_public:
-                return endpoint, None
-            keys = keys_from_environment(self._environ) or load_keys(self._run_dir / "keys.json")
-            return endpoint, keys
-        except (EndpointError, KeysError) as error:
-            self._complain(str(error))
-            return None
+        """Runs in a thread. The keys are read last: a controller makes them before it publishes its endpoint."""
+        endpoint = Endpoint.read(self._run_dir / "endpoint.json")
+        if endpoint is None or not endpoint.server_public:
+            return None if endpoint is None else (endpoint, None)
+        return endpoint, keys_from_environment(self._environ) or load_keys(self._run_dir / "keys.json")
+
+    def _is_ours(self, endpoint: Endpoint) -> bool:
+        if endpoint.job != self._job:
+            self._complain(
+                f"{self._run_dir} belongs to job {endpoint.job!r}, this agent to {self._job!r}; "
+                "give every job its own run directory"
+            )
+            return False
+        newer = endpoint.attempt > self._attempt
+        if newer and self._joined and not self._over:
+            self._over = True
+            self._on.refused(
+                f"attempt {endpoint.attempt} of the job has begun, and this agent belongs to attempt {self._attempt}"
+            )
+        return endpoint.attempt == self._attempt or (newer and not self._joined)
 
     async def _stay(self, endpoint: Endpoint, keys: JobKeys | None) -> None:
         """Hold the connection to `endpoint` until another endpoint is published while there is none."""
@@ -256,17 +292,21 @@ class Link:
         elif not self._welcomed:
             return
         self._queue.acknowledge(envelope.ack)
-        if envelope.seq and self._orders.accept(envelope.seq):
-            self._obey(envelope.incarnation, message)
         if envelope.seq:
-            self._send(0, encode_body(Acknowledge()))
+            # The report that answers an order carries the acknowledgement; only if none follows it goes on its own.
+            self._acknowledge_at = self._acknowledge_at or time.monotonic() + ACKNOWLEDGE_WITHIN_S
+            if self._orders.accept(envelope.seq):
+                self._obey(envelope.incarnation, message)
         self.poke()
+        self.bell.set()
 
     def _welcome(self, message: Welcome) -> None:
         self._hello_at = None
         if self._welcomed:
             return
         self._welcomed = True
+        self._joined = True
+        self._attempt = max(self._attempt, self._endpoint.attempt if self._endpoint else 0)
         self._incarnation = message.incarnation
         self._pending = ()
         others, self._other = self._other, []
@@ -291,6 +331,7 @@ class Link:
     def _send(self, seq: int, body: bytes) -> bool:
         if self._wire is None or not self._session:
             return False
+        self._acknowledge_at = None
         return self._wire.send(pack(self._job, self._incarnation, self._session, seq, self._orders.acked, body))
 
     def _complain(self, text: str) -> None:
@@ -298,3 +339,9 @@ class Link:
         if text != self._said:
             self._said = text
             self._on.complain(text)
+
+
+def attempt_of(environ: Mapping[str, str]) -> int:
+    """The earliest attempt to which a process may belong. A job that Slurm has queued again is not in its first."""
+    restarts = environ.get("SLURM_RESTART_COUNT", "")
+    return int(restarts) + 1 if restarts.isdigit() else 1

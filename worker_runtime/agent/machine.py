@@ -91,8 +91,9 @@ class AgentMachine:
         local = self._find(slot, life)
         if local is not None and local.alive:
             local.look_at = None
+            outside = local.stage is Stage.OUTSIDE
             local.change(stage=Stage.DYING, step=step)
-            if local.state.fault is None and not local.killing:
+            if local.state.fault is None and not local.killing and not outside:
                 fault = self._fault(local, FaultKind.SIGNAL, "is dying; the kernel is still freeing its memory")
                 local.change(fault=fault)
             self._tell(local)
@@ -118,7 +119,7 @@ class AgentMachine:
         return self._done()
 
     def link_lost(self, now: float) -> list[Action]:
-        if self._alone_since is None:
+        if self._alone_since is None and not self._over:
             self._alone_since = now
             self._actions.append(Write("link", "the controller is away; training goes on", "warning"))
         return self._done()

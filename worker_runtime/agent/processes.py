@@ -81,6 +81,10 @@ class RankProcess:
         """Whether it will never run user code again; true long before its pidfd tells, if its memory is large."""
         return self.code is not None or is_exiting(self.pid)
 
+    def kill_at_once(self) -> list[tuple[int, int]]:
+        """SIGKILL for its whole tree, without waiting; who got it."""
+        return kill_all(self.family, 0 if self.finished else self.pid)
+
     def family(self) -> list[Entry]:
         """The living processes of its tree, itself included."""
         return family(self.key, self.marks)
@@ -244,7 +248,8 @@ async def kill(process: RankProcess, grace_s: float) -> str:
     trusted. If it is cancelled while it waits, the tree gets SIGKILL at once.
     """
     try:
-        members = [entry.key for entry in process.family()]
+        # The rank first: it should die of our signal, not of what its children do when they get theirs.
+        members = sorted((entry.key for entry in process.family()), key=lambda key: key != process.key)
         for key in members:
             # SIGTERM before SIGCONT: a stopped process then runs its handler first, and nothing else.
             send(key, signal.SIGTERM)
@@ -254,13 +259,13 @@ async def kill(process: RankProcess, grace_s: float) -> str:
             return TERMINATED
         return await kill_tree_now(process)
     except trio.Cancelled:
-        kill_all(process.family)
+        process.kill_at_once()
         raise
 
 
 async def kill_tree_now(process: RankProcess) -> str:
     """SIGKILL for the whole tree of `process`; waits until it is gone. KILLED or UNKILLABLE."""
-    killed = kill_all(process.family)
+    killed = process.kill_at_once()
     left = await _wait_gone(killed, KILL_WAIT_S)
     if left and all(is_exiting(pid) for pid, _ in left):
         left = [key for key in await _wait_gone(left, TEARDOWN_WAIT_S) if not is_exiting(key[0])]

@@ -6,7 +6,7 @@
          ├─ controller keeper   only where this agent starts the controller itself
          ├─ ForkServer.serve    once the first round runs
          ├─ _clock              deadlines of machine and link
-         ├─ _beats, _signals, _watch_deaths
+         ├─ _beats, listen_to_signals, _watch_deaths
          └─ for each process: _listen (its socket) and _bury (its end)
 
 The machine is called from any of these tasks, at once and without awaiting, so no two of its steps ever interleave.
@@ -23,7 +23,6 @@ from pathlib import Path
 import trio
 
 from ...protocol.codec import BadMessage, decode_from_rank, encode_rank
-from ...protocol.exit_codes import ExitCode
 from ...protocol.messages import (
     PROTOCOL_VERSION,
     Beat,
@@ -43,12 +42,13 @@ from .actions import Action, AskStop, KillProcess, Leave, Say, Spawn, Tell, Writ
 from .fork_child import target_of
 from .fork_server import ForkServer
 from .guarding import keep_guard
-from .hang import Progress
+from .hang import Progress, stamp_interval
 from .keeper import keep_controller
 from .link import Handlers, Link
 from .machine import AgentMachine
 from .processes import RankProcess, SpawnError, finish, kill, spawn, wait_exit
 from .reaper import become_subreaper, reaper
+from .signals import listen_to_signals
 from .stderr_tail import Outlet
 
 DELIVERY_S = 2.0
@@ -114,7 +114,7 @@ class Agent:
             async with trio.open_nursery() as nursery:
                 self._nursery = nursery
                 await nursery.start(reaper)
-                await nursery.start(self._signals)
+                await nursery.start(listen_to_signals, self._asked_to_stop)
                 if self._options.controller:
                     await nursery.start(
                         keep_controller, self._options.controller, self._complain, self._controller_left
@@ -135,11 +135,10 @@ class Agent:
 
     async def _deliver(self) -> None:
         """The controller should hear of the last exits."""
+        self._link.acknowledge()
         with trio.move_on_after(DELIVERY_S):
             while self._link.up and not self._link.idle:
-                self._link.bell = trio.Event()
-                with trio.move_on_after(0.05):
-                    await self._link.bell.wait()
+                await self._bell.wait()
 
     def _open_outlets(self) -> tuple[Outlet, ...]:
         folder = self._options.settings.monitor_process_logdir
@@ -382,19 +381,8 @@ class Agent:
                     ranks.append((local.state.index, page.step, round(now - page.last(with_ping=True), 3)))
             self._link.beat(Beat(tuple(ranks)))
 
-    async def _signals(self, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
-        codes = {signal.SIGINT: ExitCode.INTERRUPTED, signal.SIGTERM: ExitCode.TERMINATED}
-        with trio.open_signal_receiver(*codes) as received:
-            task_status.started()
-            async for number in received:
-                name = signal.Signals(number).name
-                code = codes[signal.Signals(number)]
-                self._do(self._machine.stop(int(code), f"{name} to agent {self._options.agent}", time.monotonic()))
-
-
-def stamp_interval(settings: Settings) -> float:
-    """How often the runtime stamps: often enough that a limit is judged within 50 ms, seldom enough to cost nothing."""
-    return min(max(settings.soft_timeout / 20, 0.01), 0.25)
+    def _asked_to_stop(self, code: int, signal_name: str) -> None:
+        self._do(self._machine.stop(code, f"{signal_name} to agent {self._options.agent}", time.monotonic()))
 
 
 def resident_bytes(pid: int) -> int:

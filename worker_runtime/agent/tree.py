@@ -13,6 +13,7 @@ import os
 import signal
 import time
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 
 PF_DYING = 0x4 | 0x8 | 0x200
 """Flags of a task that will never run user code again: PF_EXITING, PF_POSTCOREDUMP, PF_DUMPCORE (Linux
@@ -29,7 +30,7 @@ SWEEP_LIMIT = 50
 class Entry:
     """One process, as /proc/PID/stat shows it."""
 
-    __slots__ = ("dead", "flags", "parent", "pid", "session", "start")
+    __slots__ = ("dead", "flags", "group", "parent", "pid", "session", "start")
 
     def __init__(self, pid: int, stat: bytes) -> None:
         # The command's name may hold anything, brackets and spaces too: fields are counted from the last bracket.
@@ -37,6 +38,7 @@ class Entry:
         self.pid = pid
         self.dead = fields[0] in (b"Z", b"X")
         self.parent = int(fields[1])
+        self.group = int(fields[2])
         self.session = int(fields[3])
         self.flags = int(fields[6])
         self.start = int(fields[19])
@@ -184,19 +186,30 @@ def send(key: tuple[int, int], number: int) -> bool:
     return True
 
 
-def kill_all(find: Callable[[], list[Entry]], within_s: float = 1.0) -> list[tuple[int, int]]:
+def kill_all(find: Callable[[], list[Entry]], pinned: int = 0, within_s: float = 1.0) -> list[tuple[int, int]]:
     """Kill everything that `find` finds, until it finds nothing new; returns the processes that were killed.
 
-    Does not wait for them to be gone. Frozen first: a process that is stopped cannot fork. `within_s` bounds the work
-    against a fork bomb that runs faster than we scan; what was found by then is killed all the same.
+    Does not wait for them to be gone. Frozen first: a process that is stopped cannot fork. Process groups are signalled
+    as a whole where their leader is ours and cannot go away (stopped, or `pinned`: a child that nobody reaps
+    meanwhile), which no fork bomb outruns. `within_s` bounds the work on those that change their group all the time.
     """
     until = time.monotonic() + within_s
     frozen: set[tuple[int, int]] = set()
+    groups = {pinned} if pinned else set[int]()
     for _ in range(SWEEP_LIMIT):
-        new = [entry.key for entry in find() if entry.key not in frozen]
-        for key in new:
-            send(key, signal.SIGSTOP)
-        frozen.update(new)
+        new = [entry for entry in find() if entry.key not in frozen]
+        groups.update(entry.pid for entry in new if entry.pid == entry.group and send(entry.key, signal.SIGSTOP))
+        for entry in new:
+            send(entry.key, signal.SIGSTOP)
+        _send_groups(groups, signal.SIGSTOP)
+        frozen.update(entry.key for entry in new)
         if not new or time.monotonic() > until:
             break
+    _send_groups(groups, signal.SIGKILL)
     return [key for key in frozen if send(key, signal.SIGKILL)]
+
+
+def _send_groups(groups: Iterable[int], number: int) -> None:
+    for group in groups:
+        with suppress(OSError):
+            os.killpg(group, number)

@@ -1,0 +1,99 @@
+"""A world and its misfortunes, drawn from one seed."""
+
+from __future__ import annotations
+
+from .network import Weather
+from .ranks import Hang, SimRank
+from .world import World, settings_with
+
+END_WITHIN_S = 400.0
+
+
+def draw_world(seed: int, *, tracing: bool = False) -> World:
+    """A small job: one to four nodes, with or without reserves, budgets, respawn, a second function."""
+    world_seed = seed * 7919 + 1
+    from random import Random
+
+    chance = Random(world_seed)
+    per_node = chance.choice((1, 1, 2))
+    layout = [chance.randint(1, 3)] * (chance.randint(1, 3) * per_node)
+    total = sum(layout)
+    settings = settings_with(
+        granularity=chance.choice(("node", "rank")),
+        active_world_size=chance.choice((None, None, max(1, total - layout[0]))),
+        respawn=chance.random() < 0.7,
+        max_iterations=chance.choice((None, None, None, 3, 8)),
+        max_rank_faults=chance.choice((None, None, None, 4)),
+    )
+    functions = chance.choice((1, 1, 2))
+    return World(
+        seed,
+        layout,
+        settings,
+        per_node=per_node,
+        functions=functions,
+        function_s=chance.uniform(2.0, 15.0),
+        tracing=tracing,
+    )
+
+
+def misfortune(world: World) -> None:
+    """One thing goes wrong."""
+    chance = world.clock.chance
+    ranks, agents = world.ranks(), world.living()
+    if not ranks or not agents or world.over:
+        return
+    rank, agent = chance.choice(ranks), chance.choice(agents)
+    what = chance.choices(range(12), weights=(4, 4, 2, 1, 2, 2, 2, 3, 2, 1, 3, 0.1))[0]
+    match what:
+        case 0:
+            rank.raise_error(chance.choice(("ValueError", "RuntimeError", "KeyError")))
+        case 1:
+            world.clock.say("fault", f"SIGKILL {rank}")
+            rank.die(-9)
+        case 2:
+            rank.leave(chance.choice((1, 3, 0, 75)) if chance.random() < 0.3 else 1)
+        case 3:
+            for each in ranks:
+                each.raise_error("OSError")
+        case 4 | 5:
+            kind = chance.choice(list(Hang))
+            world.clock.say("fault", f"{rank} hangs: {kind.value}")
+            rank.hang_up(kind)
+        case 6:
+            slow_down(world, rank)
+        case 7:
+            world.cut(agent)
+        case 8:
+            world.part(agent, chance.uniform(0.5, 15.0))
+        case 9:
+            world.kill_agent(agent, chance.choice((None, 0.2, 1.0, 8.0)))
+        case 10:
+            world.crash_controller(chance.uniform(0.1, 8.0))
+        case _:
+            agent.stop(143, "SIGTERM")
+
+
+def slow_down(world: World, rank: SimRank) -> None:
+    rank.slow_s = world.clock.chance.choice((0.5, 5.0, 30.0))
+    rank.sick = rank.sick or rank.slow_s > world.settings.barrier_timeout
+    world.clock.say("fault", f"{rank} takes {rank.slow_s} s to unwind")
+
+
+def run_seed(seed: int, *, tracing: bool = False) -> World:
+    """The whole life of one job. Raises AssertionError if an invariant breaks."""
+    world = draw_world(seed, tracing=tracing)
+    chance = world.clock.chance
+    try:
+        if chance.random() < 0.5:
+            world.weather = Weather(lost=0.03, doubled=0.03, late=0.03)
+        world.crash_chance = chance.choice((0.0, 0.0, 0.003, 0.02))
+        world.run(chance.uniform(0.0, 6.0))
+        for _ in range(chance.randint(1, 25)):
+            misfortune(world)
+            world.run(chance.choice((0.0, 0.001, 0.05, 0.5, 3.0, 8.0)))
+        world.run_to_the_end(END_WITHIN_S)
+    except AssertionError as error:
+        command = f"python -m tests.simulation.run_seed {seed}"
+        raise AssertionError(f"seed {seed}: {error}\nto see the whole story: {command}\n{world.script()}") from error
+    return world
