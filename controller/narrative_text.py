@@ -16,11 +16,14 @@ from ..protocol.settings import Settings
 from .core import wording
 from .core.blame import Finding, Verdict
 from .core.verdict import blamed
+from .lease import Condition, read_holder
 from .log_lines import one_line
-from .narrative import Chapter, Note, Story
+from .narrative import Chapter, Note, Story, attempts
 
 TOLD_ELSEWHERE = frozenset({"fault", "killed", "running", "recovered", "complete", "ending"})
 """Events of the log that the blocks tell in another place."""
+
+LEASE_NAME = "lock"
 
 DETAIL_LINES = 30
 OTHERS = 6
@@ -31,17 +34,21 @@ _LABEL = 11
 _EDGE = "| "
 
 
+Told = dict[object, int]
+"""What has been shown, a traceback for instance, and in which round's block."""
+
+
 def tell(story: Story) -> Iterator[str]:
     """The whole story, line by line."""
     yield from _head(story)
-    told: dict[str, int] = {}
+    told: Told = {}
     for chapter in story.chapters:
         if chapter.round is None and not _events(chapter):
             continue
         yield ""
         yield from _block(story, chapter, told, full=False)
     yield ""
-    yield from _end(story)
+    yield from _end(story, told)
 
 
 def tell_round(story: Story, chapter: Chapter) -> Iterator[str]:
@@ -61,6 +68,8 @@ def _head(story: Story) -> Iterator[str]:
     yield _row("spent", spent(story))
     chosen = ", ".join(_chosen(settings))
     yield _row("settings", chosen or "all have their defaults")
+    if old := attempts(story.path.parent):
+        yield _row("earlier", f"attempts {', '.join(map(str, old))}: inspect {story.path.parent}/attempt-N")
 
 
 def _state(story: Story) -> str:
@@ -91,13 +100,29 @@ def _chosen(settings: Settings) -> Iterator[str]:
             yield f"{name}={show(value)}"
 
 
-def _end(story: Story) -> Iterator[str]:
-    if story.ended is not None:
-        code, reason = story.ended.code, story.ended.reason.partition("\n")[0]
-        yield f"END       {_clock(story.last)}   code {code} ({_code_name(code)}): {one_line(reason)}"
-    else:
-        phase = story.job.phase.value
-        yield f"NO END    {_clock(story.last)}   {phase} at its last event: it runs still, or nobody leads it"
+def _end(story: Story, told: Told) -> Iterator[str]:
+    if story.ended is None:
+        yield f"NO END    {_clock(story.last)}   {story.job.phase.value} at its last event; {_leader(story)}"
+        return
+    code = story.ended.code
+    reason, _, detail = story.ended.reason.partition("\n")
+    yield f"END       {_clock(story.last)}   code {code} ({_code_name(code)}): {one_line(reason)}"
+    if detail.strip() and detail.strip() not in told:
+        yield from _rows("detail", (_EDGE + line for line in detail.splitlines()))
+
+
+def _leader(story: Story) -> str:
+    """Who leads a job that has not ended, as far as its lease's file tells; the lease is not touched."""
+    holder = read_holder(story.path.parent / LEASE_NAME)
+    if holder is None:
+        return "no controller leads it"
+    match holder.condition():
+        case Condition.ELSEWHERE:
+            return f"led by {holder.describe()}, if that lives: look there"
+        case Condition.GONE:
+            return f"its controller is gone: {holder.describe()}"
+        case condition:
+            return f"its controller is {condition.value}: {holder.describe()}"
 
 
 def _code_name(code: int) -> str:
@@ -110,7 +135,7 @@ def _code_name(code: int) -> str:
 # ---- a round --------------------------------------------------------------------------------------------------
 
 
-def _block(story: Story, chapter: Chapter, told: dict[str, int], *, full: bool) -> Iterator[str]:
+def _block(story: Story, chapter: Chapter, told: Told, *, full: bool) -> Iterator[str]:
     round = chapter.round
     if round is None:
         yield f"FORMING   {_clock(chapter.began)}"
@@ -130,19 +155,19 @@ def _run(story: Story, chapter: Chapter) -> str:
     said = [f"{_count(round.size, 'rank')}, {_count(chapter.reserves, 'reserve')};"]
     if chapter is story.rounds[0]:
         said.append(f"formed in {_span(chapter.began - story.chapters[0].began)},")
+    reached = f" to step {chapter.step}" if chapter.step >= 0 else ""
     if chapter.entered is None:
-        said.append("not all ranks entered it")
+        said.append("not all ranks had entered it")
     else:
         until = chapter.fault or chapter.completed or story.last
-        said.append(f"ran {_span(until - chapter.entered)}")
-    if chapter.step >= 0:
-        said.append(f"to step {chapter.step}")
+        said.append(f"ran {_span(until - chapter.entered)}{reached}")
     return " ".join(said)
 
 
 def _result(story: Story, chapter: Chapter) -> tuple[str, str]:
     if chapter.verdict is not None:
-        return "ended", one_line(chapter.story or f"{'; '.join(blamed(chapter.verdict))}; no round followed")
+        followed = "no round followed" if chapter is story.chapters[-1] else "the next round was not entered by all"
+        return "ended", one_line(chapter.story or f"{'; '.join(blamed(chapter.verdict))}; {followed}")
     if chapter.completed is not None:
         return "ended", f"completed {_clock(chapter.completed)}: every rank returned"
     if story.job.reason:
@@ -153,22 +178,35 @@ def _result(story: Story, chapter: Chapter) -> tuple[str, str]:
 # ---- its cause ------------------------------------------------------------------------------------------------
 
 
-def _cause(story: Story, chapter: Chapter, told: dict[str, int], *, full: bool) -> Iterator[str]:
+def _cause(story: Story, chapter: Chapter, told: Told, *, full: bool) -> Iterator[str]:
     verdict, round = chapter.verdict, chapter.round
     if verdict is None or round is None:
         return
     finding = verdict.cause
-    yield _row("cause", f"{_at(chapter, finding)}   {who(story, chapter, finding)}")
-    for line in finding.fault.message.splitlines() or [""]:
-        yield _row("", line)
-    for line in facts(finding.fault):
-        yield _row("", line)
-    yield from _details(story, chapter, finding, told, full=full)
+    fault = finding.fault
+    same = (fault.kind, fault.message, fault.place, fault.detail)
+    if same in told:
+        yield _row("cause", f"the same as in round {told[same]}; {who(story, chapter, finding)}")
+    else:
+        told[same] = round.index
+        yield _row("cause", f"{_at(chapter, finding)}   {who(story, chapter, finding)}")
+        for line in (*fault.message.splitlines(), *facts(fault)):
+            yield _row("", line)
+        yield from _details(story, chapter, finding, told, full=full)
     yield from _others(story, chapter, verdict, full=full)
-    for rank, why in _some(sorted(round.late.items()), full=full):
-        yield _row("killed", f"rank {rank} ({round.seats[rank].slot}): {why}")
-    if len(round.late) > OTHERS and not full:
-        yield _row("", f"and {len(round.late) - OTHERS} more")
+    yield from _rows("killed", _killed(story, chapter, finding, full=full))
+
+
+def _killed(story: Story, chapter: Chapter, cause: Finding, *, full: bool) -> Iterator[str]:
+    round = chapter.round
+    assert round is not None
+    told = _death(story, chapter, cause.fault) is not None
+    late = [(rank, why) for rank, why in sorted(round.late.items()) if not (told and rank == cause.rank)]
+    shown = _some(late, full=full)
+    for rank, why in shown:
+        yield f"rank {rank} ({round.seats[rank].slot}): {why}"
+    if len(late) > len(shown):
+        yield f"and {len(late) - len(shown)} more: {wording.ranks(rank for rank, _ in late[len(shown) :])}"
 
 
 def who(story: Story, chapter: Chapter, finding: Finding) -> str:
@@ -213,7 +251,7 @@ def how_it_died(exit: ExitRecord) -> str:
     return f"{how}, by perdure: {exit.killed_by}" if exit.killed_by else how
 
 
-def _details(story: Story, chapter: Chapter, finding: Finding, told: dict[str, int], *, full: bool) -> Iterator[str]:
+def _details(story: Story, chapter: Chapter, finding: Finding, told: Told, *, full: bool) -> Iterator[str]:
     """The traceback or the last stderr lines; once, if several rounds have the same."""
     fault = finding.fault
     assert chapter.round is not None
@@ -227,10 +265,10 @@ def _details(story: Story, chapter: Chapter, finding: Finding, told: dict[str, i
         if not text or text == shown:
             continue
         shown = text
-        if text in told:
-            yield _row(label, f"the same as in round {told[text]}")
+        if text.strip() in told:
+            yield _row(label, f"the same as in round {told[text.strip()]}")
             continue
-        told[text] = chapter.round.index
+        told[text.strip()] = chapter.round.index
         yield from _rows(label, (_EDGE + line for line in _clipped(text.splitlines(), full=full)))
 
 

@@ -1,7 +1,8 @@
 """Every message between a controller and its agents.
 
-Both directions speak in *states*, not in deltas: a `SlotState` says all that is known of a slot, a `Directive` says all that
-an agent should be doing. So a message that comes twice changes nothing, and after any loss the newest one mends everything.
+Both directions speak in *states*, not in deltas: a `SlotState` says all that is known of a slot, a `Directive` says all
+that an agent should be doing. So a message that comes twice changes nothing, and after any loss the newest one mends
+everything.
 Reliability (sequence, acknowledgement, resend) is in `link.py`; fencing is here: `job` and `incarnation` are on the
 envelope, `round` and `life` on every state.
 """
@@ -52,10 +53,11 @@ class ExitRecord(msgspec.Struct, frozen=True, omit_defaults=True):
 class SlotState(msgspec.Struct, frozen=True, omit_defaults=True):
     """All that is known of one slot.
 
-    life: which process (1, 2, ...). round: the last round that it entered. port: TCP port that this process holds open for
-    the next round's rendezvous store, valid at the gate. step: last step reached, -1 unknown.
+    life: which process (1, 2, ...). round: the last round that it entered. port: TCP port that this process holds open
+    for the next round's rendezvous store, valid at the gate. step: last step reached, -1 unknown.
     fault: the first fault of this process in `round`, kept until it enters another one. exit: set when stage is GONE.
-    change: how often this process's state has changed before: of two states the one with the higher number is the newer.
+    functions: how many resilient functions this process has been through. change: how often its state has changed; of
+    two states the one with the higher number is the newer.
     """
 
     slot: Slot
@@ -68,6 +70,7 @@ class SlotState(msgspec.Struct, frozen=True, omit_defaults=True):
     pid: int = 0
     fault: Fault | None = None
     exit: ExitRecord | None = None
+    functions: int = 0
     change: int = 0
 
 
@@ -168,6 +171,7 @@ class Directive(msgspec.Struct, frozen=True, tag="directive", omit_defaults=True
     seats: this agent's seats of `round`. local_world_size: seats of its node, other agents' included.
     kill: processes to kill now. lives: slot -> the life that should be there: an agent that has an earlier one, dead,
     spawns the next. cause: one line that says why the round ends or the job ends.
+    completed: resilient functions that the job is through with; a process that was started later is let through them.
     """
 
     round: int
@@ -181,6 +185,7 @@ class Directive(msgspec.Struct, frozen=True, tag="directive", omit_defaults=True
     lives: dict[Slot, int] = {}
     cause: str = ""
     code: int = 0
+    completed: int = 0
 
 
 class Welcome(msgspec.Struct, frozen=True, tag="welcome"):

@@ -56,6 +56,11 @@ class RoundAbort:
         self._done = False
         self.seconds = 0.0
 
+    @property
+    def quick(self) -> bool:
+        """Only sockets to shut down: not worth a thread, which a busy main thread would keep waiting for the GIL."""
+        return not self._steps and not _nccl_steps()
+
     def run(self) -> None:
         """Run the steps, once; whoever comes later waits for them."""
         with self._lock:

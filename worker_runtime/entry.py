@@ -77,6 +77,8 @@ def _call(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str,
 
 
 class _NoAbort:
+    quick = True
+
     def run(self) -> None: ...
 
     def again(self) -> None: ...

@@ -37,6 +37,11 @@ class RoundInterrupted(BaseException):
 
 
 class Abortable(Protocol):
+    @property
+    def quick(self) -> bool:
+        """Whether `run` has nothing to do that may take long."""
+        ...
+
     def run(self) -> None:
         """Run the abort steps once, in order; later callers wait for the first. Does not raise."""
 
@@ -219,7 +224,10 @@ class Interrupter:
         else:
             self._aborting = flight
             self._next = None
-            # Steps may take seconds, and this thread must go on listening.
+            if flight.abort.quick:
+                self._abort(flight)
+                return
+            # Other steps may take seconds, and this thread must go on listening.
             threading.Thread(target=self._abort, args=(flight,), name="perdure-abort", daemon=True).start()
 
     def _abort(self, flight: Flight) -> None:

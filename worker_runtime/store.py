@@ -36,8 +36,7 @@ class Port:
 
 
 def host_store(port: Port | None, address: str, number: int) -> Any:
-    """Serve the round's store on `number`, on rank 0. None where torch is not imported: the trainer will serve it
-    later."""
+    """Serve the round's store on `number`, on rank 0. None where torch is not imported: the trainer serves it then."""
     distributed = sys.modules.get("torch.distributed")
     if distributed is None or not distributed.is_available():
         if port is not None:

@@ -6,10 +6,12 @@ A forked child (a DataLoader worker, say) is no rank: it must neither speak to t
 import os
 import socket
 import sys
+import threading
 from collections.abc import Callable, Mapping
 from typing import NoReturn
 
 from ..protocol.names import Slot
+from . import last_breath
 from .beats import BeatPage
 
 AUTO_STAMP_S = 0.25
@@ -39,6 +41,8 @@ class Supervision:
             self.page = BeatPage.attach(page_fd)
         except (OSError, ValueError) as error:
             raise NotSupervised(f"this is not the process that the agent started ({error}); {FIX}") from None
+        if threading.current_thread() is threading.main_thread():
+            last_breath.hold(page_fd)
         self.on_fork: Callable[[], None] | None = None
         """Called in a forked child; closes the socket. The caller who has the socket open sets it."""
         os.set_inheritable(self.socket_fd, False)

@@ -25,7 +25,7 @@ HELPER = ("torch.distributed.distributed_c10d", "_new_process_group_helper")
 STORE = ("torch.distributed.rendezvous", "_create_c10d_store")
 
 ATTEMPT_S = 1.0
-FIRST_RETRY_S = 0.005
+FIRST_RETRY_S = 0.001
 LAST_RETRY_S = 0.2
 
 

@@ -63,7 +63,7 @@ def added_to_a_step(actions: dict[str, Callable[[Action], None]], steps: int) ->
     left, right = torch.rand(256, 256), torch.rand(256, 256)
 
     def step() -> None:
-        for _ in range(4):
+        for _ in range(16):
             torch.mm(left, right)
 
     ways: dict[str, Action] = {name: (lambda watch=watch: watch(step)) for name, watch in actions.items()}
@@ -111,7 +111,7 @@ def measure(round: perdure.Round, client: RankMonitorClient, blocks: int, calls:
         "section, 0.5 ms apart": lambda: apart(sections, calls),
         "ping, back to back": lambda: back_to_back(pings, calls),
         "section, back to back": lambda: back_to_back(sections, calls),
-        "step": lambda: added_to_a_step({"ours": our_watched_step, "peer": their_watched_step}, calls),
+        "step": lambda: added_to_a_step({"ours": our_watched_step, "peer": their_watched_step}, calls // 4),
     }
     figures: Figures = {case: {} for case in measurements}
     for _ in range(blocks):

@@ -79,7 +79,7 @@ class Directives:
         phase = _PHASES[job.phase]
         if job.round is None:
             phase = Phase.HOLD if phase is not Phase.END else phase
-            return Directive(NO_ROUND, phase, cause=job.reason, code=job.code)
+            return Directive(NO_ROUND, phase, cause=job.reason, code=job.code, completed=job.completed)
         round = job.round
         cause = next((f.fault.message for f in round.findings.values()), "") if phase is Phase.ABORT else job.reason
         first = round.seats[0]
@@ -91,6 +91,7 @@ class Directives:
             master_port=round.master_port,
             cause=cause,
             code=job.code,
+            completed=job.completed,
         )
 
     def _seats_by_agent(self) -> dict[AgentName, list[Seat]]:
@@ -112,5 +113,5 @@ class Directives:
             return shared
         return Directive(
             shared.round, shared.phase, tuple(seats), shared.world_size, on_node, shared.master_addr,
-            shared.master_port, kill, lives, shared.cause, shared.code,
+            shared.master_port, kill, lives, shared.cause, shared.code, shared.completed,
         )  # fmt: skip

@@ -38,7 +38,6 @@ class Evidence:
         job.budget.furthest_step = max(job.budget.furthest_step, state.step)
         if state.stage is Stage.GATE:
             record.failed_starts = 0
-        record.released = record.released or state.stage is Stage.OUTSIDE
         if state.stage not in (Stage.DYING, Stage.GONE):
             record.outside = state.stage is Stage.OUTSIDE
         if state.fault is not None:
@@ -139,7 +138,7 @@ class Evidence:
             state = record.state
             fault = Fault(state.slot, state.life, round.index, FaultKind.BARRIER_LATE, why, step=state.step)
             if kill:
-                record.condemned = fault.kind.value
+                record.condemned = why
                 round.late[rank] = why
                 job.directives.dirty(record.agent)
                 job.planning.consider_respawn(record, fault)
@@ -152,6 +151,8 @@ class Evidence:
         job = self._job
         agent.lost = True
         agent.attached = False
+        if job.round is not None:
+            job.round.lost_agents.append(agent)
         job.timers.pop(f"link:{agent.name}", None)
         siblings = [a for a in job.roster.agents.values() if a.node == agent.node]
         # A node's agents go one after the other, within moments: the first already speaks for all of them.

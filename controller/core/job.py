@@ -25,7 +25,7 @@ from .directives import Directives
 from .events import Attached, Event, LinkLost, Opened, Reported, Silent, StopAsked, Tick
 from .evidence import Evidence
 from .planning import Planning
-from .roster import Roster
+from .roster import AgentRecord, Roster
 from .rounds import JobPhase, Round, check_transition
 from .verdict import close_round
 
@@ -52,6 +52,8 @@ class Job:
         self.round: Round | None = None
         self.closed: Round | None = None
         """The round that ended last, until the next one runs and its story can be told."""
+        self.completed = 0
+        """Resilient functions that the job is through with."""
         self.budget = Budget()
         self.code = 0
         self.reason = ""
@@ -172,7 +174,7 @@ class Job:
         """The clock may be another machine's: every running deadline starts anew."""
         settings = self.settings
         if self.phase is not JobPhase.ENDED and any(not a.lost for a in self.roster.agents.values()):
-            self.timers[ATTACH] = self.now + settings.heartbeat_timeout
+            self._await_agents()
         if self.phase is JobPhase.RUNNING and self._present_round().times.entered is None:
             self.arm("entry", settings.barrier_timeout)
         per_phase = {
@@ -241,9 +243,8 @@ class Job:
     def _silent(self, event: Silent) -> None:
         agent = self.roster.agents.get(event.agent)
         if agent is not None and not agent.lost:
-            self.evidence.lose_agent(
-                agent, f"not heard from for {event.age_s:.1f} s (heartbeat_timeout={self.settings.heartbeat_timeout:g})"
-            )
+            limit = self.settings.heartbeat_timeout
+            self._give_up_agent(agent, f"not heard from for {event.age_s:.1f} s (heartbeat_timeout={limit:g})")
 
     def _stop_asked(self, event: StopAsked) -> None:
         self.end(event.code, event.reason)
@@ -252,12 +253,35 @@ class Job:
         links = [timer for timer in self.timers if timer.startswith(LINK)]
         for name in [timer.removeprefix(LINK) for timer in links if self.due(timer)]:
             agent = self.roster.agents[AgentName(name)]
-            self.evidence.lose_agent(agent, "its connection closed and did not come back")
+            self._give_up_agent(agent, "its connection closed and did not come back")
         if self.due(ATTACH):
-            why = f"did not come back to the new controller within {self.settings.heartbeat_timeout:g} s"
+            why = f"did not come back to the controller within {self.settings.heartbeat_timeout:g} s"
             for agent in self.roster.agents.values():
                 if not agent.attached and not agent.lost:
                     self.evidence.lose_agent(agent, why)
+
+    def _give_up_agent(self, agent: AgentRecord, why: str) -> None:
+        """An agent is out of reach: so are its ranks, unless it is this controller that nobody can reach."""
+        alone = not any(other.attached for other in self.roster.agents.values() if other is not agent)
+        if not alone or self.phase in (JobPhase.STOPPING, JobPhase.ENDED):
+            self.evidence.lose_agent(agent, why)
+            return
+        agent.attached = False
+        self.timers.pop(LINK + agent.name, None)
+        if self.recovering:
+            return
+        for other in self.round.lost_agents if self.round else []:
+            if self.roster.agents.get(other.name) is other:
+                other.lost = False  # it went moments before, for the same reason
+        self._await_agents()
+        text = f"no agent can be heard, lastly {agent.name}: {why}. Either all are gone or this controller is cut off"
+        self.tell("isolated", f"{text}: waiting {self.settings.heartbeat_timeout:g} s for them", level="error")
+
+    def _await_agents(self) -> None:
+        """Until every agent is back, or its time has passed, nothing is planned and no timer fires."""
+        until = self.timers[ATTACH] = self.now + self.settings.heartbeat_timeout
+        for timer in self.timers:
+            self.timers[timer] = max(self.timers[timer], until)
 
     # ---- the rules of the phases ------------------------------------------------------------------------------
 
@@ -288,6 +312,7 @@ class Job:
         if not round.to_return:
             self.timers.pop("completion", None)
             self.tell("complete", f"round {round.index} is complete: all {round.size} ranks returned")
+            self.completed += 1
             self.move(JobPhase.RELEASED)
             return True
         if self.due("completion"):

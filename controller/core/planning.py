@@ -89,11 +89,10 @@ class Planning:
             if job.code:
                 return job.end(job.code, f"completed, but a process exited with code {job.code} afterwards")
             return job.end(ExitCode.COMPLETED, "completed")
-        # A reserve that has not heard of the release is still at the gate; one that came again was seen outside.
-        if not any(r.came_again for r in slots()):
+        if not any(r.waits_for(job.completed) for r in slots()):
             job.timers.pop("regather", None)
             return False
-        rest = [r for r in slots() if r.alive and not r.came_again]
+        rest = [r for r in slots() if r.alive and not r.waits_for(job.completed)]
         if not rest:
             job.timers.pop("regather", None)
             job.arm("respawn", 0.0)
@@ -116,7 +115,7 @@ class Planning:
         candidates = self._candidates()
         known = sum(1 for _ in job.roster.slots())
         target = settings.active_world_size or known
-        coming = any(r.coming or (r.dying and settings.respawn) for r in job.roster.slots())
+        coming = any(r.coming or r.lags(job.completed) or (r.dying and settings.respawn) for r in job.roster.slots())
         if len(candidates) < target and coming and "respawn" in job.timers and not job.due("respawn"):
             return False
         job.timers.pop("respawn", None)
@@ -136,8 +135,6 @@ class Planning:
 
     def _open_round(self, index: int, seats: dict[int, SlotRecord]) -> None:
         job = self._job
-        for record in job.roster.slots():
-            record.released = False
         job.round = Round(
             index=index,
             seats=seats,
@@ -155,7 +152,9 @@ class Planning:
         if job.settings.granularity == "node":
             broken = {r.agent.node for r in job.roster.slots() if not r.alive or r.state.stage is Stage.STARTING}
         return [
-            self._candidate(r) for r in job.roster.slots() if r.at_gate and not r.suspect and r.agent.node not in broken
+            self._candidate(r)
+            for r in job.roster.slots()
+            if r.waits_for(job.completed) and not r.suspect and r.agent.node not in broken
         ]
 
     def _candidate(self, record: SlotRecord) -> Candidate[SlotRecord]:

@@ -52,11 +52,10 @@ class SlotRecord:
 
     wanted: the life that should be there. condemned: why its process was given up on, though nobody saw it die yet.
     failed_starts: processes in a row that died before they reached the gate. suspect: left out by the loop breaker.
-    released: has left the resilient function since the last round was completed.
     outside: was outside of it when last seen alive.
     """
 
-    __slots__ = ("agent", "condemned", "failed_starts", "outside", "released", "state", "suspect", "wanted")
+    __slots__ = ("agent", "condemned", "failed_starts", "outside", "state", "suspect", "wanted")
 
     def __init__(self, agent: AgentRecord, state: SlotState) -> None:
         self.agent = agent
@@ -65,7 +64,6 @@ class SlotRecord:
         self.condemned = ""
         self.failed_starts = 0
         self.suspect = False
-        self.released = False
         self.outside = False
 
     def __repr__(self) -> str:
@@ -96,10 +94,15 @@ class SlotRecord:
     def at_gate(self) -> bool:
         return self.state.stage is Stage.GATE and self.alive and not self.unfit
 
-    @property
-    def came_again(self) -> bool:
-        """Waits for another resilient function, after it was released from one."""
-        return self.released and self.state.stage is Stage.GATE and self.alive
+    def waits_for(self, function: int) -> bool:
+        """At the gate of the job's present function (0, 1, ...), and not of one that the job has completed."""
+        return self.at_gate and self.state.functions >= function
+
+    def lags(self, function: int) -> bool:
+        """On its way to the present function's gate: out of an older round, or through functions that are completed."""
+        stage = self.state.stage
+        behind = stage is Stage.GATE and self.state.functions < function
+        return self.alive and (behind or stage in (Stage.RUNNING, Stage.RETURNED, Stage.OUTSIDE))
 
     @property
     def coming(self) -> bool:

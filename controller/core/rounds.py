@@ -9,7 +9,7 @@ from enum import Enum
 
 from ...protocol.faults import Fault, FaultKind
 from .blame import Finding
-from .roster import SlotRecord
+from .roster import AgentRecord, SlotRecord
 
 
 class JobPhase(str, Enum):
@@ -81,6 +81,8 @@ class Round:
     """Ranks that are awaited: inside the function, back from it, or (while aborting) known to be out of it."""
     interrupted_by_restart: bool = False
     """A controller died during this round: its phase times are not measurements."""
+    lost_agents: list[AgentRecord] = field(default_factory=list[AgentRecord])
+    """Agents that were given up during this round."""
     counted: int = 0
     """Ranks that failed by themselves, as far as the budget knows."""
     noted: int = 0

@@ -165,11 +165,12 @@ def _slots(run: list[Move]) -> str:
 
 
 def given_up(late: Mapping[int, str]) -> str:
-    """`ranks 3, 5-7: did not leave the training function within 120 s`: who was killed, by reason."""
+    """`ranks 3, 5-7 (barrier_timeout)`: who was killed, by the knob that a reason ends with, or by the reason."""
     by_reason: dict[str, list[int]] = {}
     for rank, why in sorted(late.items()):
-        by_reason.setdefault(why, []).append(rank)
-    return listing(f"{ranks(numbers)}: {why}" for why, numbers in by_reason.items())
+        knob = why.removesuffix(")").rpartition("(")[2] if why.endswith(")") else why
+        by_reason.setdefault(knob, []).append(rank)
+    return listing(f"{ranks(numbers)} ({why})" for why, numbers in by_reason.items())
 
 
 def milliseconds(start: float | None, end: float | None) -> float | None:

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import trio
 
+from perdure.worker_runtime.agent.processes import RankProcess
 from perdure.worker_runtime.agent.reaper import become_subreaper, children, reaper
 from perdure.worker_runtime.agent.tree import descendants, kill_all, read_entry, snapshot
 
@@ -25,13 +26,20 @@ def env() -> dict[str, str]:
     return {**os.environ, "PERDURE_TOKEN": secrets.token_hex(8), "PYTHONDONTWRITEBYTECODE": "1"}
 
 
+HELLO = """
+import os, socket
+sock = socket.socket(fileno=int(os.environ["PERDURE_RANK_FD"]))
+def say(text): sock.send(str(text).encode())
+"""
+
+
 @pytest.fixture
 def python(tmp_path: Path) -> Callable[[str], list[str]]:
-    """A command that runs this source, quickly."""
+    """A command that runs this source, quickly; the source may `say` something to its agent."""
 
     def command(source: str) -> list[str]:
         path = tmp_path / f"{secrets.token_hex(4)}.py"
-        path.write_text(source)
+        path.write_text(HELLO + source)
         return [sys.executable, "-S", str(path)]
 
     return command
@@ -41,6 +49,17 @@ async def _until(condition: Callable[[], bool], within_s: float = 10.0) -> None:
     with trio.fail_after(within_s):
         while not condition():  # noqa: ASYNC110
             await trio.sleep(0.002)
+
+
+@pytest.fixture
+def line_from() -> Callable[[RankProcess], Awaitable[str]]:
+    """The next thing that a rank says."""
+
+    async def line(process: RankProcess) -> str:
+        await trio.lowlevel.wait_readable(process.sock)
+        return process.sock.recv(65536).decode()
+
+    return line
 
 
 @pytest.fixture

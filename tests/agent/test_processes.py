@@ -2,10 +2,7 @@
 
 import os
 import resource
-import select
 import signal
-import sys
-import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
@@ -26,26 +23,13 @@ from perdure.worker_runtime.agent.processes import (
     spawn,
     wait_exit,
 )
-from perdure.worker_runtime.agent.stderr_tail import KEEP_BYTES, KEEP_LINES, Outlet, StderrTail
-from perdure.worker_runtime.agent.tree import is_exiting, is_living, read_entry
+from perdure.worker_runtime.agent.tree import is_living, read_entry
 
 Run = Callable[[Callable[[], Any]], Any]
 Python = Callable[[str], list[str]]
+Line = Callable[[RankProcess], Awaitable[str]]
 Until = Callable[[Callable[[], bool]], Awaitable[None]]
 SLOT = Slot("n0/3")
-
-
-async def line_from(process: RankProcess) -> str:
-    """The next packet that the rank sends."""
-    await trio.lowlevel.wait_readable(process.sock)
-    return process.sock.recv(65536).decode()
-
-
-HELLO = """
-import os, socket
-sock = socket.socket(fileno=int(os.environ["PERDURE_RANK_FD"]))
-def say(text): sock.send(str(text).encode())
-"""
 
 
 def test_every_exit_code_and_signal_is_told(run: Run, env: dict[str, str]) -> None:
@@ -101,10 +85,8 @@ def test_a_rank_without_token_is_refused(run: Run) -> None:
     run(main)
 
 
-def test_what_a_rank_inherits(run: Run, env: dict[str, str], python: Python) -> None:
-    source = (
-        HELLO
-        + """
+def test_what_a_rank_inherits(run: Run, env: dict[str, str], python: Python, line_from: Line) -> None:
+    source = """
 links = ["/proc/self/fd/" + fd for fd in os.listdir("/proc/self/fd")]
 names = {os.path.basename(link): os.readlink(link) for link in links if os.path.exists(link)}
 page = os.environ["PERDURE_BEAT_FD"]
@@ -112,7 +94,6 @@ extra = set(names) - {"0", "1", "2", page, str(sock.fileno())}
 say((os.getsid(0) == os.getpid(), names["0"], "memfd" in names[page], sorted(extra), os.environ["PERDURE_SLOT"],
      os.environ["PERDURE_LIFE"]))
 """
-    )
 
     async def main() -> None:
         leak = os.open("/dev/null", os.O_RDONLY)
@@ -128,92 +109,7 @@ say((os.getsid(0) == os.getpid(), names["0"], "memfd" in names[page], sorted(ext
     run(main)
 
 
-def test_stderr_without_newlines_is_bounded_and_passed_on(
-    run: Run, env: dict[str, str], python: Python, tmp_path: Path
-) -> None:
-    source = (
-        "import os\nfor i in range(500): os.write(2, b'x' * 10000)\nos.write(2, b'\\xff\\xfe the end')\nos._exit(3)"
-    )
-
-    async def main() -> None:
-        outlet = Outlet(str(tmp_path))
-        process = await spawn(python(source), SLOT, 1, env, outlets=(outlet,))
-        assert await wait_exit(process) == 3
-        await finish(process, 0)
-        text = process.stderr.text()
-        assert text.endswith("xxx\\xff\\xfe the end")
-        assert len(text) <= KEEP_BYTES + 20
-        assert process.stderr.total == 5_000_010
-        outlet.close(5.0)
-        assert (tmp_path / "n0-3.1.stderr").stat().st_size + outlet.dropped == 5_000_010
-
-    run(main)
-
-
-def test_only_the_last_lines_and_the_last_state_of_a_progress_bar_are_kept(run: Run) -> None:
-    async def main() -> None:
-        read, write = os.pipe()
-        tail = StderrTail(read, "x")
-        os.write(write, b"".join(b"line %d\r\n" % i for i in range(300)) + b"10%\r50%\r100%\n")
-        os.close(write)
-        await tail.pump()
-        lines = tail.text().split("\n")
-        assert lines[-1] == "100%"
-        assert lines[-2] == "line 299"
-        assert len(lines) <= KEEP_LINES
-        tail.close()
-
-    run(main)
-
-
-def test_a_full_disk_or_a_missing_folder_costs_only_the_copy(tmp_path: Path) -> None:
-    (tmp_path / "full").symlink_to("/dev/full")
-    outlet = Outlet(str(tmp_path))
-    outlet.put("full", b"12345")
-    outlet.put("good", b"123")
-    outlet.close(5.0)
-    assert outlet.dropped == 5
-    assert "No space left" in outlet.error
-    assert (tmp_path / "good").read_bytes() == b"123"
-    gone = Outlet(str(tmp_path / "nowhere"))
-    gone.put("a", b"12")
-    gone.close(5.0)
-    assert gone.dropped == 2
-
-
-def test_a_reader_that_stalls_never_stalls_us(tmp_path: Path) -> None:
-    os.mkfifo(tmp_path / "stuck")
-    outlet = Outlet(str(tmp_path))
-    started = time.monotonic()
-    for _ in range(100):
-        outlet.put("stuck", bytes(100_000))
-    outlet.close(0.05)
-    assert time.monotonic() - started < 1.0
-    assert outlet.dropped > 0
-    # Let the thread go: it sits in the open of a FIFO that nobody reads.
-    reader = os.open(tmp_path / "stuck", os.O_RDONLY)
-    while os.read(reader, 1 << 20):
-        pass
-    os.close(reader)
-
-
-def test_a_grandchild_that_holds_stderr_does_not_delay_the_news(run: Run, env: dict[str, str]) -> None:
-    async def main() -> None:
-        process = await spawn(["/bin/sh", "-c", "sleep 60 & echo last words >&2; exit 9"], SLOT, 1, env)
-        started = time.monotonic()
-        assert await wait_exit(process) == 9
-        assert time.monotonic() - started < 2.0
-        assert process.stderr.text() == "last words"
-        assert len(process.family()) == 1
-        assert await finish(process, 1.0) == TERMINATED
-        assert process.family() == []
-
-    run(main)
-
-
-FAMILY = (
-    HELLO
-    + """
+FAMILY = """
 import signal, time
 def child(own_session, orphan, deaf):
     if os.fork() == 0:
@@ -228,11 +124,10 @@ child(True, False, True)
 child(True, True, False)
 child(True, True, True)
 """
-)
 
 
 @pytest.mark.parametrize("end", ["exits", "killed", "lives"])
-def test_the_whole_tree_goes(run: Run, env: dict[str, str], python: Python, end: str) -> None:
+def test_the_whole_tree_goes(run: Run, env: dict[str, str], python: Python, end: str, line_from: Line) -> None:
     """Children in the same session, in their own, orphans in their own, deaf to SIGTERM or not."""
     source = FAMILY + ("say('done')\n" if end == "exits" else "say('done'); time.sleep(60)\n")
 
@@ -277,7 +172,7 @@ def test_a_fork_bomb_is_stopped(run: Run, env: dict[str, str], python: Python) -
 
 
 def test_another_rank_and_another_life_are_left_alone(
-    run: Run, env: dict[str, str], python: Python, until: Until
+    run: Run, env: dict[str, str], python: Python, until: Until, line_from: Line
 ) -> None:
     async def main() -> None:
         ranks = [
@@ -296,10 +191,8 @@ def test_another_rank_and_another_life_are_left_alone(
     run(main)
 
 
-def test_a_stopped_rank_runs_its_handler_first(run: Run, env: dict[str, str], python: Python) -> None:
-    source = (
-        HELLO + "import signal, time\nsignal.signal(signal.SIGTERM, lambda *_: os._exit(44))\nsay('up')\ntime.sleep(60)"
-    )
+def test_a_stopped_rank_runs_its_handler_first(run: Run, env: dict[str, str], python: Python, line_from: Line) -> None:
+    source = "import signal, time\nsignal.signal(signal.SIGTERM, lambda *_: os._exit(44))\nsay('up')\ntime.sleep(60)"
 
     async def main() -> None:
         process = await spawn(python(source), SLOT, 1, env)
@@ -312,7 +205,9 @@ def test_a_stopped_rank_runs_its_handler_first(run: Run, env: dict[str, str], py
     run(main)
 
 
-def test_a_cancelled_kill_kills_at_once(run: Run, env: dict[str, str], python: Python, until: Until) -> None:
+def test_a_cancelled_kill_kills_at_once(
+    run: Run, env: dict[str, str], python: Python, until: Until, line_from: Line
+) -> None:
     async def main() -> None:
         process = await spawn(python(FAMILY + "time.sleep(60)"), SLOT, 1, env)
         for _ in range(4):
@@ -327,8 +222,8 @@ def test_a_cancelled_kill_kills_at_once(run: Run, env: dict[str, str], python: P
     run(main)
 
 
-def test_a_cancelled_wait_loses_nothing(run: Run, env: dict[str, str], python: Python) -> None:
-    source = HELLO + "os.write(2, b'one\\n'); say('up'); sock.recv(10); os.write(2, b'two\\n'); os._exit(5)"
+def test_a_cancelled_wait_loses_nothing(run: Run, env: dict[str, str], python: Python, line_from: Line) -> None:
+    source = "os.write(2, b'one\\n'); say('up'); sock.recv(10); os.write(2, b'two\\n'); os._exit(5)"
 
     async def main() -> None:
         process = await spawn(python(source), SLOT, 1, env)
@@ -354,52 +249,6 @@ def test_thirty_lives_leave_nothing(run: Run, env: dict[str, str]) -> None:
             assert process.code in (-15, -9)
             await finish(process, 0)
         assert len(os.listdir("/proc/self/fd")) == before
-
-    run(main)
-
-
-def test_dying_is_seen_long_before_death(
-    run: Run, env: dict[str, str], python: Python, record_property: Callable[[str, object], None]
-) -> None:
-    """SIGKILL of a process with much memory: the flag at once, socket and pidfd only when the memory is torn down."""
-    source = (
-        HELLO
-        + "import time\nb = bytearray(800 << 20)\nfor i in range(0, len(b), 4096): b[i] = 1\nsay('up')\ntime.sleep(60)"
-    )
-
-    async def main() -> None:
-        process = await spawn(python(source), SLOT, 1, env)
-        await line_from(process)
-        assert not process.is_exiting()
-        times: dict[str, float] = {}
-        poll = select.poll()
-        poll.register(process.pidfd, select.POLLIN)
-        poll.register(process.sock, select.POLLIN)
-        start = time.perf_counter()
-        os.kill(process.pid, signal.SIGKILL)
-        while len(times) < 3:  # A busy loop on purpose: it measures.
-            if is_exiting(process.pid):
-                times.setdefault("flag", time.perf_counter() - start)
-            for descriptor, _ in poll.poll(0):
-                times.setdefault("pidfd" if descriptor == process.pidfd else "socket", time.perf_counter() - start)
-        for name, seconds in times.items():
-            record_property(name, seconds)
-        print({name: f"{1000 * seconds:.2f} ms" for name, seconds in times.items()}, file=sys.stderr)
-        assert times["flag"] < min(times["socket"], times["pidfd"]) / 2
-        assert await wait_exit(process) == -9
-        await finish(process, 0)
-
-    run(main)
-
-
-def test_a_process_that_dumps_core_counts_as_exiting(run: Run, env: dict[str, str]) -> None:
-    async def main() -> None:
-        process = await spawn(["/bin/sh", "-c", "ulimit -c 0; kill -ABRT $$"], SLOT, 1, env)
-        assert await wait_exit(process) == -signal.SIGABRT
-        assert process.is_exiting()
-        assert is_exiting(process.pid)  # A zombie.
-        await finish(process, 0)
-        assert is_exiting(process.pid)  # Nobody.
 
     run(main)
 

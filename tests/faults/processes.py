@@ -5,7 +5,7 @@ import signal
 from contextlib import suppress
 from pathlib import Path
 
-from perdure.worker_runtime.agent.tree import marked, read_entry, send
+from perdure.worker_runtime.agent.tree import descendants, marked, read_entry, send, snapshot
 
 Key = tuple[int, int]
 """pid and start time: one process, for ever."""
@@ -56,3 +56,7 @@ class Usage:
 
     def __repr__(self) -> str:
         return f"{self.descriptors} fds, {self.threads} threads, {self.memory_mb:.1f} MB"
+
+
+def descendants_of(pid: int) -> set[int]:
+    return descendants(snapshot(), pid)

@@ -21,6 +21,9 @@ STEP_S = 0.004
 STEPS_OF_A_ROUND = 100_000
 """Steps are numbered on from round to round: a job that always fails at the same step is stopped, rightly."""
 
+_step = 0
+"""The last step, which a rank that waits for the test pings again."""
+
 Fault = Callable[[perdure.Round, int], object]
 
 
@@ -54,7 +57,7 @@ def wait_said(name: str, round: perdure.Round | None = None) -> None:
         if time.monotonic() > end:
             raise TimeoutError(f"nobody said {name!r} within {LIMIT_S} s")
         if round is not None:
-            round.ping(round.index * STEPS_OF_A_ROUND)
+            round.ping(_step)
         time.sleep(0.002)
 
 
@@ -73,8 +76,13 @@ def run(
     before all are inside the function.
     """
 
+    if gloo:
+        import torch.distributed  # before the gate, as trainers do
+
     @perdure.resilient
     def train(round: perdure.Round) -> None:
+        global _step
+        _step = round.index * STEPS_OF_A_ROUND
         tell("entered", round)
         if enter is not None:
             enter(round)
@@ -82,7 +90,8 @@ def run(
         if together:
             _meet(round)
         for step in range(1, STEPS_OF_A_ROUND):
-            round.ping(round.index * STEPS_OF_A_ROUND + step)
+            _step = round.index * STEPS_OF_A_ROUND + step
+            round.ping(_step)
             if fault is not None:
                 fault(round, step)
             if share():

@@ -108,7 +108,9 @@ class SimAgent:
         self.clock.say(self, f"kills {rank}: {action.why}")
         if rank.life == action.life and rank.alive:
             may_be_killed(self.world, self, rank, action.why)
-            self.clock.after(self.clock.chance.uniform(0.0, self.world.settings.termination_grace_time), rank_killer(rank))
+            self.clock.after(
+                self.clock.chance.uniform(0.0, self.world.settings.termination_grace_time), rank_killer(rank)
+            )
 
     def rank_said(self, rank: SimRank, message: FromRank, step: int) -> None:
         if self.alive:

@@ -1,7 +1,7 @@
 """Runs one seed of the simulation and prints its story; with two numbers, every seed from the first to the second.
 
-    python -m tests.simulation.run_seed 17
-    python -m tests.simulation.run_seed 0 1000
+python -m tests.simulation.run_seed 17
+python -m tests.simulation.run_seed 0 1000
 """
 
 import sys

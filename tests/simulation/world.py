@@ -171,7 +171,9 @@ class World:
         )
         assert self.controller.finished.reason
         left = [agent for agent in self.living()]
-        assert not left, f"still there: {left} with {[a.ranks for a in left]}, told {[a.machine.directive for a in left]}"
+        assert not left, (
+            f"still there: {left} with {[a.ranks for a in left]}, told {[a.machine.directive for a in left]}"
+        )
 
     def script(self) -> str:
         return "\n".join(self.clock.trace)

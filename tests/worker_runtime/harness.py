@@ -21,6 +21,7 @@ from perdure.protocol.rank_messages import (
     FromRank,
     Interrupt,
     Note,
+    Raised,
     Ready,
     ToRank,
 )
@@ -102,6 +103,15 @@ class Rank:
         ready = self.expect(Ready, deadline_s)
         assert ready.round == index
         return ready
+
+    def at_gate(self) -> Ready:
+        """Ready, after an interrupt that a peer may have had first: then this rank fails by the peer's abort."""
+        message = self.receive()
+        if isinstance(message, Raised):
+            assert message.fault.peer_error, message
+            message = self.receive()
+        assert isinstance(message, Ready), message
+        return message
 
     def wait_page(self, step: int) -> None:
         """Until the rank has pinged `step`. The page has no wake-up, so this looks at it."""

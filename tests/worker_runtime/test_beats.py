@@ -15,6 +15,8 @@ from .harness import trainer
 
 
 class _NoAbort:
+    quick = True
+
     def run(self) -> None: ...
 
     def again(self) -> None: ...

@@ -15,6 +15,10 @@ def converge(local: LocalSlot, order: Directive, job: str) -> list[Action]:
     for kill in order.kill:
         if kill.slot == local.slot and kill.life == local.life:
             actions += local.kill(kill.why)
+    if order.phase is Phase.END:
+        return [*actions, *_finish(local, order)]
+    if _is_through(local, order):
+        return [*actions, *_let_through(local)]
     match order.phase:
         case Phase.RUN:
             actions += _leave_round(local, order.round - 1, "the round is over and this rank has no seat in the next")
@@ -23,12 +27,25 @@ def converge(local: LocalSlot, order: Directive, job: str) -> list[Action]:
             actions += _leave_round(local, order.round, order.cause)
             actions += _skip_round(local, order.round)
         case Phase.RELEASE:
-            actions += _release(local, order)
-        case Phase.END:
-            actions += _finish(local, order)
+            actions += _leave_round(local, order.round - 1, "the job's round is complete")
         case Phase.HOLD:
             pass
     return actions
+
+
+def _is_through(local: LocalSlot, order: Directive) -> bool:
+    """Whether its process is done with a function: it returned in the completed round, or the job is already further."""
+    if local.state.functions >= order.completed:
+        return False
+    if local.stage is Stage.RETURNED:
+        return order.phase is Phase.RELEASE and local.state.round == order.round
+    return local.stage is Stage.GATE and local.entering is None
+
+
+def _let_through(local: LocalSlot) -> list[Action]:
+    local.look_at = None
+    local.change(stage=Stage.OUTSIDE, functions=local.state.functions + 1)
+    return [Say(local.slot, local.life, Finish(0, "complete")), Tell((local.state,))]
 
 
 def _leave_round(local: LocalSlot, last: int, cause: str) -> list[Action]:
@@ -69,18 +86,6 @@ def _enter(local: LocalSlot, seat: Seat, order: Directive, job: str) -> Enter:
         master_port=order.master_port,
         job=job,
     )
-
-
-def _release(local: LocalSlot, order: Directive) -> list[Action]:
-    if local.released >= order.round:
-        return []
-    leaving = _leave_round(local, order.round - 1, "the job's round is complete")
-    if local.stage not in (Stage.GATE, Stage.RETURNED) or local.entering is not None:
-        return leaving
-    local.released = order.round
-    local.look_at = None
-    local.change(stage=Stage.OUTSIDE)
-    return [*leaving, Say(local.slot, local.life, Finish(0, "complete")), Tell((local.state,))]
 
 
 def _finish(local: LocalSlot, order: Directive) -> list[Action]:

@@ -13,7 +13,7 @@ from .actions import Action, KillProcess
 @dataclass(slots=True)
 class LocalSlot:
     """entering: the round that its process was told to enter and has not reported from.
-    interrupted: the last round that it was told to leave. released: the last completed round that it was released from.
+    interrupted: the last round that it was told to leave.
     killing: why we are killing it. spawned: when, on the agent's clock.
     look_at: when to judge its progress next, None while it is not judged.
     """
@@ -21,7 +21,6 @@ class LocalSlot:
     state: SlotState
     entering: int | None = None
     interrupted: int = NO_ROUND
-    released: int = NO_ROUND
     finish_told: bool = False
     killing: str = ""
     spawned: float = 0.0
@@ -57,6 +56,7 @@ class LocalSlot:
         pid: int | None = None,
         fault: Fault | None = None,
         exit: ExitRecord | None = None,
+        functions: int | None = None,
     ) -> SlotState:
         """Replace what is given and keep the rest; returns the new state."""
         state = self.state
@@ -69,6 +69,7 @@ class LocalSlot:
             pid=state.pid if pid is None else pid,
             fault=state.fault if fault is None else fault,
             exit=state.exit if exit is None else exit,
+            functions=state.functions if functions is None else functions,
             change=state.change + 1,
         )
         return self.state

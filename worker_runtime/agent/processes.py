@@ -12,7 +12,7 @@ import signal
 import socket
 import subprocess
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 
@@ -20,6 +20,7 @@ import trio
 
 from ...protocol.names import ProcessId, Slot, boot_id
 from ..beats import BeatPage
+from ..last_breath import LastBreath
 from .fork_server import ForkRefused, ForkServer
 from .oom import OomWatch
 from .reaper import claim_child, exit_code, release_child
@@ -34,6 +35,8 @@ driver).
 """
 TEARDOWN_WAIT_S = 60.0
 """How long a dying process may take to give back its memory."""
+DYING_WAIT_S = 1.0
+"""How long all threads of a process may take to begin to die after its main thread did."""
 SOCKET_BUFFER = 1 << 20
 """Bytes of messages that a rank that does not read may leave with us, and we with it."""
 
@@ -50,9 +53,11 @@ class SpawnError(Exception):
 class RankProcess:
     """One process in one slot. The owner calls `wait_exit` in a task of its own, and `finish` when done with it.
 
-    sock: our end of its socket, non-blocking. started: monotonic time. pidfd: readable once it is dead.
-    marks: what the environment of every process of its tree holds. forked: it came from the fork server.
-    code: its exit code or minus the signal, once known. finished: nothing is held for it any more.
+    sock: our end of its socket, non-blocking. started: monotonic time. pidfd: readable once it is dead. dying: set when
+    it begins to die, long before `wait_exit` returns if its memory is large (if its runtime holds the beat page's
+    mutex; else when it is finished). marks: what the environment of every process of its tree holds. forked: it came
+    from the fork server. code: its exit code or minus the signal, once known. finished: nothing is held for it any
+    more.
     """
 
     slot: Slot
@@ -65,6 +70,8 @@ class RankProcess:
     pidfd: int
     marks: tuple[bytes, ...]
     oom: OomWatch
+    dying: trio.Event
+    breath: LastBreath
     forked: bool = False
     code: int | None = None
     finished: bool = False
@@ -196,6 +203,7 @@ def _adopt(
 ) -> RankProcess:
     """Everything we keep of a child that was just started (and cannot vanish, since only we reap it)."""
     entry = read_entry(pid)
+    dying = trio.Event()
     return RankProcess(
         slot=slot,
         life=life,
@@ -207,8 +215,26 @@ def _adopt(
         pidfd=os.pidfd_open(pid),
         marks=rank_marks(env["PERDURE_TOKEN"], slot, life),
         oom=OomWatch(pid),
+        dying=dying,
+        breath=LastBreath(beats.fd, _teller(pid, dying)),
         forked=forked,
     )
+
+
+def _teller(pid: int, dying: trio.Event) -> Callable[[], None]:
+    """Sets `dying` from another thread, if `pid` is. (The same is told of a process that calls exec: it is not.)"""
+    token = trio.lowlevel.current_trio_token()
+
+    def told() -> None:
+        # The main thread dies first or last of many; the others follow as soon as the scheduler lets them.
+        until = time.monotonic() + DYING_WAIT_S
+        while not (gone := is_exiting(pid)) and time.monotonic() < until:
+            time.sleep(0.001)
+        if gone:
+            with suppress(trio.RunFinishedError):
+                token.run_sync_soon(dying.set)
+
+    return told
 
 
 async def wait_exit(process: RankProcess) -> int:
@@ -306,6 +332,7 @@ async def finish(process: RankProcess, grace_s: float) -> str:
 
 def _let_go(process: RankProcess) -> None:
     process.finished = True
+    process.breath.stop()
     with suppress(ChildProcessError):
         code = exit_code(process.pidfd)
         process.code = code if process.code is None else process.code

@@ -6,8 +6,8 @@
          ├─ controller keeper   only where this agent starts the controller itself
          ├─ ForkServer.serve    once the first round runs
          ├─ _clock              deadlines of machine and link
-         ├─ _beats, listen_to_signals, _watch_deaths
-         └─ for each process: _listen (its socket) and _bury (its end)
+         ├─ _beats, listen_to_signals
+         └─ for each process: _listen (its socket), _foresee and _bury (its end)
 
 The machine is called from any of these tasks, at once and without awaiting, so no two of its steps ever interleave.
 """
@@ -53,11 +53,6 @@ from .stderr_tail import Outlet
 
 DELIVERY_S = 2.0
 """How long the last reports may take to be delivered at the end."""
-
-BIG_PROCESS_BYTES = 512 << 20
-"""From this much memory on, the kernel takes longer to tear a process down than `DEATH_WATCH_S`."""
-
-DEATH_WATCH_S = 0.05
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,7 +117,6 @@ class Agent:
                 nursery.start_soon(self._link.run)
                 nursery.start_soon(self._clock)
                 nursery.start_soon(self._beats)
-                nursery.start_soon(self._watch_deaths)
                 self._do(self._machine.start(time.monotonic()))
                 await self._left.wait()
                 await self._deliver()
@@ -263,7 +257,10 @@ class Agent:
 
     async def _bury(self, process: RankProcess) -> None:
         """Report the end of a process, then of everything it had started."""
-        code = await wait_exit(process)
+        async with trio.open_nursery() as watching:
+            watching.start_soon(self._foresee, process)
+            code = await wait_exit(process)
+            watching.cancel_scope.cancel()
         self._drain(process)
         record = ExitRecord(code, oom=code == -signal.SIGKILL and process.oom.claim(), stderr=process.stderr.text())
         step = process.beats.read().step
@@ -273,19 +270,10 @@ class Agent:
         if self._processes.get(process.slot) is process:
             del self._processes[process.slot]
 
-    async def _watch_deaths(self) -> None:
-        """See the death of large processes before the kernel reports it, which takes about 0.12 ms for each MB.
-
-        Nothing wakes anybody when a process begins to die, so large ones (only) are looked at.
-        """
-        while True:
-            big = [p for p in self._processes.values() if not p.finished and resident_bytes(p.pid) >= BIG_PROCESS_BYTES]
-            if not big:
-                await trio.sleep(1.0)
-                continue
-            for _ in range(20):
-                await trio.sleep(DEATH_WATCH_S)
-                self._look_for_deaths(big)
+    async def _foresee(self, process: RankProcess) -> None:
+        """A rank begins to die long before the kernel has freed its memory and tells of its end."""
+        await process.dying.wait()
+        self._look_for_deaths([process])
 
     def _look_for_deaths(self, processes: list[RankProcess]) -> None:
         for process in processes:
@@ -335,8 +323,10 @@ class Agent:
 
     def _start_fork_server(self) -> None:
         """Only now: before, its imports would have slowed those of the ranks."""
-        env = {**self._options.environ, "PERDURE_JOB": self._options.job, "PERDURE_NODE": self._options.node}
-        self._fork_server = ForkServer(env, self._complain)
+        options = self._options
+        # With the token the guard finds the server, and the ranks from it, whose initial environment is the server's.
+        ours = {"PERDURE_TOKEN": self._token, "PERDURE_JOB": options.job, "PERDURE_NODE": options.node}
+        self._fork_server = ForkServer({**options.environ, **ours}, self._complain)
         if target_of(self._options.command, os.getcwd()) is not None:
             assert self._nursery is not None
             self._nursery.start_soon(self._fork_server.serve)
@@ -383,12 +373,3 @@ class Agent:
 
     def _asked_to_stop(self, code: int, signal_name: str) -> None:
         self._do(self._machine.stop(code, f"{signal_name} to agent {self._options.agent}", time.monotonic()))
-
-
-def resident_bytes(pid: int) -> int:
-    """Physical memory of a process; 0 if it is gone."""
-    try:
-        with open(f"/proc/{pid}/statm", "rb") as file:
-            return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-    except (OSError, IndexError, ValueError):
-        return 0
