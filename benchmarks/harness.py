@@ -24,7 +24,7 @@ from types import TracebackType
 from typing import Any, NamedTuple
 
 PEERS = Path(__file__).resolve().parent / "peers"
-PERDURE = [sys.executable, "-m", "perdure.bin.main"]
+PERDURE = [sys.executable, "-P", "-m", "perdure.bin.main"]
 
 Event = dict[str, Any]
 
@@ -139,6 +139,8 @@ ENVIRONMENT = {
     "CUDA_VISIBLE_DEVICES": "",
     "TORCH_CPP_LOG_LEVEL": "fatal",
     "PYTHONWARNINGS": "ignore",
+    # torch's store client asks for the name of 127.0.0.1; a lost UDP answer costs 5 s, and on either side.
+    "RES_OPTIONS": "use-vc",
 }
 """Every process of a job has it, whichever side it is on."""
 

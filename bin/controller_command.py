@@ -5,6 +5,7 @@ import os
 import socket
 import sys
 from pathlib import Path
+from typing import cast
 
 import trio
 
@@ -93,5 +94,8 @@ def _lead(args: argparse.Namespace, chosen: configuration.Configuration, job: st
 def _leaves(group: BaseExceptionGroup[BaseException]) -> list[BaseException]:
     found: list[BaseException] = []
     for error in group.exceptions:
-        found.extend(_leaves(error) if isinstance(error, BaseExceptionGroup) else [error])
+        if isinstance(error, BaseExceptionGroup):
+            found.extend(_leaves(cast("BaseExceptionGroup[BaseException]", error)))
+        else:
+            found.append(error)
     return found

@@ -87,4 +87,4 @@ def _controller_command(
     boot = "import sys; from perdure.bin.main import main; sys.exit(main())"
     knobs = [*(["--config", args.config] if args.config else []), *chosen.command_line()]
     where = ("--job", place.job, "--run-dir", str(run_dir), "--agents", "1", "--host", "127.0.0.1")
-    return (sys.executable, "-c", boot, "controller", *where, *knobs)
+    return (sys.executable, "-P", "-c", boot, "controller", *where, *knobs)

@@ -102,6 +102,8 @@ class Story:
         event = entry.event
         self._set_clock(entry)
         self.last = at = (self._base or 0.0) + entry.now
+        if not self.events:
+            self.chapters[0].began = at
         commands = self.job.on(event, entry.now)
         self.events += 1
         if self.job.round is not None and self.chapters[-1].round is not self.job.round:

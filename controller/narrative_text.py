@@ -8,6 +8,8 @@ import time
 from collections.abc import Iterator, Sequence
 from typing import TypeVar
 
+import msgspec
+
 from ..protocol.exit_codes import ExitCode
 from ..protocol.faults import Fault, FaultKind
 from ..protocol.knobs import KNOBS, show
@@ -156,18 +158,20 @@ def _run(story: Story, chapter: Chapter) -> str:
     if chapter is story.rounds[0]:
         said.append(f"formed in {_span(chapter.began - story.chapters[0].began)},")
     reached = f" to step {chapter.step}" if chapter.step >= 0 else ""
+    until = chapter.fault or chapter.completed or (story.last if story.job.reason else None)
     if chapter.entered is None:
         said.append("not all ranks had entered it")
+    elif until is None:
+        said.append(f"runs since {_clock(chapter.entered)}")
     else:
-        until = chapter.fault or chapter.completed or story.last
         said.append(f"ran {_span(until - chapter.entered)}{reached}")
     return " ".join(said)
 
 
 def _result(story: Story, chapter: Chapter) -> tuple[str, str]:
-    if chapter.verdict is not None:
+    if chapter.round is not None and chapter.verdict is not None:
         followed = "no round followed" if chapter is story.chapters[-1] else "the next round was not entered by all"
-        return "ended", one_line(chapter.story or f"{'; '.join(blamed(chapter.verdict))}; {followed}")
+        return "ended", one_line(chapter.story or f"{'; '.join(blamed(chapter.round, chapter.verdict))}; {followed}")
     if chapter.completed is not None:
         return "ended", f"completed {_clock(chapter.completed)}: every rank returned"
     if story.job.reason:
@@ -230,7 +234,7 @@ def facts(fault: Fault) -> Iterator[str]:
         known.append(f"signal {fault.code}")
     if fault.stale_s:
         known.append(f"{fault.stale_s:.2f} s without progress when judged")
-    known.append(f"step {fault.step}" if fault.step >= 0 else "before its first step")
+    known.append(f"step {fault.step}" if fault.step >= 0 else "no step known")
     if not fault.entered:
         known.append("before it had entered the training function")
     if fault.in_collective:
@@ -282,32 +286,42 @@ def _clipped(lines: list[str], *, full: bool) -> list[str]:
 
 def _others(story: Story, chapter: Chapter, verdict: Verdict, *, full: bool) -> Iterator[str]:
     for label, findings in (("also failed", verdict.companions), ("victims", verdict.victims)):
-        shown = _some(findings, full=full)
-        yield from _rows(label, (_other(story, chapter, finding) for finding in shown))
-        if len(findings) > len(shown):
-            rest = wording.ranks(finding.rank for finding in findings[len(shown) :])
-            yield _row("", f"and {len(findings) - len(shown)} more: {rest}")
-        if not full:
-            continue
-        for finding in findings:
+        groups = _alike(story, chapter, findings)
+        shown = _some(groups, full=full)
+        yield from _rows(label, (f"{_at(chapter, group[0])}   {text}" for text, group in shown))
+        if len(groups) > len(shown):
+            rest = [finding.rank for _, group in groups[len(shown) :] for finding in group]
+            yield _row("", f"and {len(rest)} more: {wording.ranks(rest)}")
+        for finding in findings if full else ():
             if finding.fault.detail:
                 yield _row("", f"rank {finding.rank}:")
                 yield from _rows("", (_EDGE + line for line in finding.fault.detail.splitlines()))
 
 
-def _other(story: Story, chapter: Chapter, finding: Finding) -> str:
-    text = wording.describe(finding.fault, finding.rank, short=True)
-    exit = _death(story, chapter, finding.fault)
-    return f"{_at(chapter, finding)}   {text}{'' if exit is None else f'; {how_it_died(exit)}'}"
+def _alike(story: Story, chapter: Chapter, findings: Sequence[Finding]) -> list[tuple[str, list[Finding]]]:
+    """Findings that say the same, each with the line that tells of them all."""
+    groups: dict[str, list[Finding]] = {}
+    for finding in findings:
+        exit = _death(story, chapter, finding.fault)
+        text = wording.what(msgspec.structs.replace(finding.fault, step=-1), short=True)
+        groups.setdefault(text if exit is None else f"{text}; {how_it_died(exit)}", []).append(finding)
+    return [(_of_whom(text, group), group) for text, group in groups.items()]
+
+
+def _of_whom(text: str, group: list[Finding]) -> str:
+    if len(group) > 1:
+        return f"{wording.ranks(finding.rank for finding in group)}: {text}"
+    fault = group[0].fault
+    step = f", step {fault.step}" if fault.step >= 0 else ""
+    return f"rank {group[0].rank} ({fault.slot}): {text}{step}"
 
 
 def _death(story: Story, chapter: Chapter, fault: Fault) -> ExitRecord | None:
     """How the process died in this round, if it did and the fault itself does not say it."""
     process = (fault.slot, fault.life)
     exit = story.exits.get(process) if process in chapter.deaths else None
-    if exit is None or (fault.kind in (FaultKind.EXIT, FaultKind.SIGNAL, FaultKind.OOM) and not exit.killed_by):
-        return None
-    return exit
+    says_it = fault.kind in (FaultKind.EXIT, FaultKind.SIGNAL, FaultKind.OOM) and fault.code != 0
+    return None if exit is None or (says_it and not exit.killed_by) else exit
 
 
 # ---- what happened beside -------------------------------------------------------------------------------------
@@ -322,7 +336,8 @@ def _told_events(chapter: Chapter, *, full: bool) -> Iterator[str]:
     shown = notes if full or len(notes) <= EVENTS else [*notes[: EVENTS // 2], *notes[-EVENTS // 2 :]]
     for number, note in enumerate(shown):
         if len(shown) < len(notes) and number == EVENTS // 2:
-            yield f"... {len(notes) - len(shown)} more, shown with --round ..."
+            hint = "" if chapter.round is None else ", shown with --round"
+            yield f"... {len(notes) - len(shown)} more{hint} ..."
         yield f"{_clock(note.at)}   {note.tell.text.partition(chr(10))[0]}"
 
 

@@ -1,7 +1,7 @@
 """The agents as the controller's sockets see them: sessions, sequence numbers, when each was last heard.
 
-A *peer* is one session of one agent process: it begins with a Hello. Orders go out newest-wins until acknowledged; reports
-come in exactly once and in order.
+A *peer* is one session of one agent process: it begins with a Hello. Orders go out newest-wins until acknowledged;
+reports come in exactly once and in order.
 """
 
 from dataclasses import dataclass, field
@@ -10,6 +10,9 @@ from ..protocol.link import LatestQueue, ReceiveWindow
 from ..protocol.names import AgentName
 
 RESEND_AFTER_S = 1.0
+
+BEAT_SLACK = 1.2
+"""By how much a beat may be late before it counts as missed."""
 ACKNOWLEDGE_WITHIN_S = 0.1
 """A report is acknowledged by the next order that goes to its agent; if none does within this time, on its own."""
 
@@ -70,6 +73,20 @@ class Peers:
         if former is not None and former is not peer and self._by_id.get(former.routing_id) is former:
             del self._by_id[former.routing_id]
         self._by_agent[peer.agent] = peer
+
+    def take_silent(self, now: float, interval_s: float, timeout_s: float) -> list[Peer]:
+        """Drop those that were not heard for `timeout_s`, the longest silence first.
+
+        As long as it may be this end that hears nothing, nobody is dropped: one counts as silent only if another was
+        heard after its beat was due, or if all of them are overdue.
+        """
+        latest = max((peer.heard_at for peer in self._by_agent.values()), default=now)
+        overdue = [peer for peer in self._by_agent.values() if now - peer.heard_at >= timeout_s]
+        if len(overdue) < len(self._by_agent):
+            overdue = [peer for peer in overdue if peer.heard_at + interval_s * BEAT_SLACK < latest]
+        for peer in overdue:
+            self.drop(peer.routing_id)
+        return sorted(overdue, key=lambda peer: peer.heard_at)
 
     def drop(self, routing_id: bytes) -> AgentName | None:
         """A connection ended. Returns the agent's name if it was the accepted session of that agent."""

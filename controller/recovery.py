@@ -1,4 +1,4 @@
-"""A controller's memory: the journal replayed into the state machine, and every new event written before it is acted on."""
+"""A controller's memory: the journal replayed into the state machine, and every event written before it is acted on."""
 
 from collections.abc import Sequence
 

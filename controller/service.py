@@ -34,6 +34,7 @@ from ..protocol.messages import (
     Remark,
     Report,
     StopRequest,
+    Unknown,
     Welcome,
 )
 from ..protocol.names import AgentName, this_process
@@ -260,6 +261,7 @@ class Controller:
         peer = self._peers.of(routing_id, envelope.session)
         if peer is None:
             self._count_refusal("a session that was not introduced")
+            self._ask_for_hello(routing_id, envelope.session)
             return []
         peer.heard_at = now
         peer.orders.acknowledge(envelope.ack)
@@ -287,15 +289,18 @@ class Controller:
             self._log.line("refused", f"refused a message: {reason}", level="warning")
 
     def _judge_silence(self) -> list[Event]:
+        """Who is silent. If nobody is heard any more, it may be this controller that is cut off: the core judges."""
         now = self._clock.now()
         if now < self._next_look:
             return []
-        limit = self._options.settings.heartbeat_timeout
-        silent = [peer for peer in self._peers.all() if now - peer.heard_at >= limit]
-        for peer in silent:
-            self._peers.drop(peer.routing_id)
+        settings = self._options.settings
+        silent = self._peers.take_silent(now, settings.heartbeat_interval, settings.heartbeat_timeout)
         oldest = min((peer.heard_at for peer in self._peers.all()), default=now)
-        self._next_look = max(oldest + limit, now + limit / 100)
+        self._next_look = max(oldest + settings.heartbeat_timeout, now + settings.heartbeat_timeout / 100)
+        if silent and not len(self._peers):
+            # All connections go first, so that the core does not blame the first ones.
+            last = silent[-1]
+            return [*(LinkLost(peer.agent) for peer in silent), Silent(last.agent, now - last.heard_at)]
         return [Silent(peer.agent, now - peer.heard_at) for peer in silent]
 
     # ---- going out --------------------------------------------------------------------------------------------
@@ -336,6 +341,14 @@ class Controller:
             self._wire.send(peer.routing_id, frame)
         except UnknownPeer:
             self._inbox.put(Disconnected(peer.routing_id))
+
+    def _ask_for_hello(self, routing_id: bytes, session: int) -> None:
+        """An agent that was given up and is heard again, on the same connection, does not know that it was."""
+        frame = pack(self._options.job, self._incarnation, session, 0, 0, encode_body(Unknown()))
+        try:
+            self._wire.send(routing_id, frame)
+        except UnknownPeer:
+            pass  # it begins a new session anyway when it connects again
 
     def _send_due(self) -> None:
         """Acknowledgements that no directive has carried meanwhile, and orders that nobody has acknowledged."""

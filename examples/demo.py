@@ -12,7 +12,7 @@ import time
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
-PERDURE = [sys.executable, "-m", "perdure.bin.main"]
+PERDURE = [sys.executable, "-P", "-m", "perdure.bin.main"]
 RANKS = 4
 STEPS = 160
 FAULTS = {
@@ -28,6 +28,15 @@ def title(text: str) -> None:
     print(f"\n\033[1m=== {text}\033[0m\n" if sys.stdout.isatty() else f"\n=== {text}\n", flush=True)
 
 
+QUIET = {
+    "OMP_NUM_THREADS": "1",
+    "PYTHONWARNINGS": "ignore",
+    "TORCH_CPP_LOG_LEVEL": "error",
+    # torch asks the name server for the name of 127.0.0.1, and waits 5 s for an answer that was lost; TCP loses none.
+    "RES_OPTIONS": "use-vc",
+}
+
+
 def run(folder: Path, faults: list[str]) -> str:
     """Train under `perdure run`, show what it says, and return the trainer's final line."""
     folder.mkdir(parents=True)
@@ -37,7 +46,7 @@ def run(folder: Path, faults: list[str]) -> str:
         trainer = [str(HERE / "faulty.py"), marks, *(f"--fault={fault}" for fault in faults), *trainer]
     perdure = [*PERDURE, "run", f"--nproc={RANKS}", f"--run-dir={folder / 'run'}", *SETTINGS]
     command = [*perdure, "--", sys.executable, *trainer]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
+    environment = {**os.environ, **QUIET}
     final = ""
     started = time.monotonic()
     with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as job:

@@ -47,7 +47,8 @@ class Fault(msgspec.Struct, frozen=True, omit_defaults=True):
     entered: whether the training function had been entered by this process.
     peer_error: the failure is what a rank sees when *another* one is gone (connection reset, collective timed out).
     in_collective: the main thread was inside a collective when it was interrupted or judged.
-    stale_s: for hangs, seconds without progress at the time of judging.
+    stale_s: for hangs, seconds without progress at the time of judging. interpreter_runs: for hangs, only the work stood
+    still, while the main thread ran Python: it did not wait in C for somebody else.
     """
 
     slot: Slot
@@ -64,6 +65,7 @@ class Fault(msgspec.Struct, frozen=True, omit_defaults=True):
     peer_error: bool = False
     in_collective: bool = False
     stale_s: float = 0.0
+    interpreter_runs: bool = False
 
     @property
     def signature(self) -> str:

@@ -50,7 +50,7 @@ class ExitRecord(msgspec.Struct, frozen=True, omit_defaults=True):
     stderr: str = ""
 
 
-class SlotState(msgspec.Struct, frozen=True, omit_defaults=True):
+class SlotState(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
     """All that is known of one slot.
 
     life: which process (1, 2, ...). round: the last round that it entered. port: TCP port that this process holds open
@@ -151,7 +151,7 @@ class Phase(str, Enum):
     """The job is over, with `code`."""
 
 
-class Seat(msgspec.Struct, frozen=True, array_like=True):
+class Seat(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """One slot's place in a round. `life` fences: another process in that slot must not take the seat."""
 
     slot: Slot
@@ -201,5 +201,11 @@ class Refused(msgspec.Struct, frozen=True, tag="refused"):
     reason: str
 
 
+class Unknown(msgspec.Struct, frozen=True, tag="unknown"):
+    """The session is not, or no longer, known here: begin another one, with a Hello. An agent that was given up because it
+    was silent, and is heard again on the same connection, is told so.
+    """
+
+
 FromAgent = Hello | Report | Beat | StopRequest | Remark | Acknowledge
-FromController = Welcome | Directive | Refused | Acknowledge
+FromController = Welcome | Directive | Refused | Unknown | Acknowledge

@@ -5,6 +5,10 @@ import shutil
 
 import pytest
 
+# torch asks the name server for the name of 127.0.0.1 whenever it connects to a store, and waits 5 s for an answer that
+# was lost. Over TCP none is lost, and where there is no answer that is known at once.
+os.environ.setdefault("RES_OPTIONS", "use-vc")
+
 
 def missing() -> dict[str, str]:
     """Marker -> why its tests cannot run here."""

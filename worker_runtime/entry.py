@@ -20,7 +20,7 @@ from .attempt import Attempt, Hooks, Surroundings, first_ready, is_unfit
 from .evidence import Witness
 from .health import HealthChecks
 from .interrupt import Flight
-from .link import Link, Order, say
+from .link import Link, say
 from .round import Round
 from .store import Port
 from .supervision import NotSupervised, Supervision, refuse_thread, supervision
@@ -118,6 +118,9 @@ class _Session:
             link.open()
             try:
                 return self._rounds(run)
+            except KeyboardInterrupt:
+                self._tell_ctrl_c()
+                raise
             finally:
                 if os.getpid() == around.pid:
                     self._close_port()
@@ -150,7 +153,7 @@ class _Session:
         self._page.set_stage(beats.GATE)
         self._link.send(msgspec.structs.replace(ready, port=self._port.number))
         while True:
-            order = self._wait()
+            order = self._link.orders.get()
             if isinstance(order, Attempt | Finish):
                 return order
             # A late interrupt of a round that we have left, or a reserve's seat: we are where we should be.
@@ -160,19 +163,17 @@ class _Session:
         self._page.set_stage(beats.RETURNED)
         self._link.send(Returned(attempt.enter.round))
         while True:
-            order = self._wait()
+            order = self._link.orders.get()
             if isinstance(order, Attempt | Finish):
                 return order
             if isinstance(order, Enter) or order.round == attempt.enter.round:
                 return None
 
-    def _wait(self) -> Order:
-        try:
-            return self._link.orders.get()
-        except KeyboardInterrupt:
+    def _tell_ctrl_c(self) -> None:
+        # In the training function it has been told already, with the place.
+        if os.getpid() == self._around.pid and self._page.read().dying != beats.EXITING:
             self._page.last_words(beats.EXITING, ExitCode.INTERRUPTED)
             self._link.send(Leaving(ExitCode.INTERRUPTED))
-            raise
 
     def _close_port(self) -> None:
         if self._port is not None:

@@ -66,8 +66,9 @@ def judge(findings: Sequence[Finding]) -> Verdict:
     return Verdict(cause, companions, victims)
 
 
-def _order(finding: Finding) -> tuple[int, bool, float, int]:
+def _order(finding: Finding) -> tuple[int, bool, bool, float, int]:
     strength = finding.strength
+    fault = finding.fault
     if strength in (Strength.HANG, Strength.WAITING):
-        return (strength, finding.answered, -finding.fault.stale_s, finding.number)
-    return (strength, False, finding.number, 0)
+        return (strength, finding.answered, not fault.interpreter_runs, -fault.stale_s, finding.number)
+    return (strength, False, False, finding.number, 0)

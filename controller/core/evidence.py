@@ -35,7 +35,8 @@ class Evidence:
         if updated is None:
             return
         record, before = updated
-        job.budget.furthest_step = max(job.budget.furthest_step, state.step)
+        if state.step > job.budget.furthest_step:
+            job.budget.furthest_step = state.step
         if state.stage is Stage.GATE:
             record.failed_starts = 0
         if state.stage not in (Stage.DYING, Stage.GONE):
@@ -46,28 +47,31 @@ class Evidence:
         if state.stage is Stage.GONE and not was_gone:
             self._on_gone(record)
         self._count(record)
+        if job.phase is JobPhase.RELEASED and record.waits_for(job.completed):
+            job.gathered.add(record)
         if record.condemned or record.wanted > state.life:
             job.directives.dirty(agent)
 
     def _count(self, record: SlotRecord) -> None:
         """Strike a slot off the present round's lists of awaited ranks."""
-        round = self._job.round
+        round, state = self._job.round, record.state
         rank = round.rank_of.get(record) if round else None
         if round is None or rank is None:
             return
-        same_process = round.lives[rank] == record.state.life
-        stage = record.state.stage
-        if same_process and record.state.round == round.index and stage in (Stage.RUNNING, Stage.RETURNED):
-            round.to_enter.discard(rank)
-        if same_process and record.state.round == round.index and stage is Stage.RETURNED:
-            round.to_return.discard(rank)
-        if not same_process or record.settled(round.index):
+        same_process = round.lives[rank] == state.life
+        if rank in round.to_settle and (not same_process or record.settled(round.index)):
             round.to_settle.discard(rank)
+        if same_process and state.round == round.index and state.stage in (Stage.RUNNING, Stage.RETURNED):
+            round.to_enter.discard(rank)
+            if state.stage is Stage.RETURNED:
+                round.to_return.discard(rank)
 
     def _on_fault(self, record: SlotRecord, fault: Fault, *, answered: bool = False) -> None:
         round = self._job.round
         rank = round.seat_of(record) if round else None
         if round is None or rank is None or fault.life != record.state.life:
+            return
+        if self._job.phase in (JobPhase.STOPPING, JobPhase.ENDED):
             return
         if record.state.stage is Stage.DYING and rank in round.to_enter and fault.round < round.index:
             # It dies on its way into the round, so it speaks of the one before.
@@ -91,11 +95,19 @@ class Evidence:
             return
         if rank is not None:
             self._on_seat_gone(record, rank, fault, exit.killed_by)
-        elif not exit.killed_by:
-            text = wording.describe(fault)
-            host = record.agent.host
-            job.tell("slot_gone", text, level="warning", slot=state.slot, host=host, detail=fault.detail)
+        elif not exit.killed_by and not self._was_known(record, fault):
+            self._tell_gone(record, fault)
         job.planning.consider_respawn(record, fault)
+
+    def _was_known(self, record: SlotRecord, fault: Fault) -> bool:
+        """Whether this process had failed in the round whose story is not told yet, though the next is planned."""
+        closed = self._job.closed
+        rank = closed.seat_of(record) if closed else None
+        if closed is None or rank is None or (fault.slot, fault.life) not in closed.findings:
+            return False
+        if closed.add(fault, rank):
+            self._tell_fault(record, fault, rank)
+        return True
 
     def _on_seat_gone(self, record: SlotRecord, rank: int, fault: Fault, killed_by: str) -> None:
         job, round = self._job, self._job.round
@@ -106,17 +118,27 @@ class Evidence:
             job.tell("killed", text, rank=rank, slot=record.slot, level="warning")
             if (fault.slot, fault.life) in round.findings:
                 return
+        known = round.findings.get((fault.slot, fault.life))
+        if known is not None and known.fault.kind not in (fault.kind, FaultKind.SIGNAL):
+            # It failed in another way before; that it is dead now must be said, too.
+            self._tell_gone(record, fault, rank)
         self._found(record, rank, fault)
         if job.phase in (JobPhase.RUNNING, JobPhase.COMPLETING):
             job.abort()
 
-    def _found(self, record: SlotRecord, rank: int, fault: Fault, *, answered: bool = False) -> None:
-        """There is evidence of a fault in the present round. News ends the round, if it still runs."""
-        job, round = self._job, self._job.round
-        assert round is not None
-        if not round.add(fault, rank, answered):
-            return
-        job.tell(
+    def _tell_gone(self, record: SlotRecord, fault: Fault, rank: int | None = None) -> None:
+        self._job.tell(
+            "slot_gone",
+            wording.describe(fault, rank),
+            level="warning",
+            rank=rank,
+            slot=fault.slot,
+            host=record.agent.host,
+            detail=fault.detail,
+        )
+
+    def _tell_fault(self, record: SlotRecord, fault: Fault, rank: int) -> None:
+        self._job.tell(
             "fault",
             wording.describe(fault, rank),
             level="warning" if fault.peer_error else "error",
@@ -126,6 +148,14 @@ class Evidence:
             kind=fault.kind.value,
             detail=fault.detail,
         )
+
+    def _found(self, record: SlotRecord, rank: int, fault: Fault, *, answered: bool = False) -> None:
+        """There is evidence of a fault in the present round. News ends the round, if it still runs."""
+        job, round = self._job, self._job.round
+        assert round is not None
+        if not round.add(fault, rank, answered):
+            return
+        self._tell_fault(record, fault, rank)
         if job.phase in (JobPhase.RUNNING, JobPhase.COMPLETING):
             job.abort()
 

@@ -15,7 +15,7 @@ Rules:
 from collections.abc import Callable
 
 from ...protocol.faults import FaultKind
-from ...protocol.messages import PROTOCOL_VERSION
+from ...protocol.messages import PROTOCOL_VERSION, Stage
 from ...protocol.names import AgentName
 from ...protocol.settings import Settings
 from . import wording
@@ -25,7 +25,7 @@ from .directives import Directives
 from .events import Attached, Event, LinkLost, Opened, Reported, Silent, StopAsked, Tick
 from .evidence import Evidence
 from .planning import Planning
-from .roster import AgentRecord, Roster
+from .roster import AgentRecord, Roster, SlotRecord, Watch
 from .rounds import JobPhase, Round, check_transition
 from .verdict import close_round
 
@@ -61,6 +61,9 @@ class Job:
         self.now = 0.0
         self.commands: list[Command] = []
         self.directives = Directives(self)
+        self.gathered: set[SlotRecord] = set()
+        """Slots that have come to the gate of a further function; some may have left it again."""
+        self._busy = Watch(self.roster, lambda r: r.state.stage is not Stage.GONE and not r.agent.lost)
         self.planning = Planning(self)
         self.evidence = Evidence(self)
         self._handlers: dict[type[Event], Callable[..., None]] = {
@@ -313,6 +316,7 @@ class Job:
             self.timers.pop("completion", None)
             self.tell("complete", f"round {round.index} is complete: all {round.size} ranks returned")
             self.completed += 1
+            self.gathered.clear()
             self.move(JobPhase.RELEASED)
             return True
         if self.due("completion"):
@@ -328,7 +332,10 @@ class Job:
             limit = self.settings.barrier_timeout
             why = f"did not leave the training function within {limit:g} s (barrier_timeout)"
             self.evidence.give_up(set(round.to_settle), why)
-        if round.to_settle:
+            unfit = {rank for rank, r in round.seats.items() if r.unfit and r.alive}
+            why = f"failed its health check and did not exit within {limit:g} s (barrier_timeout)"
+            self.evidence.give_up(unfit, why)
+        if round.to_settle or ("barrier" in self.timers and self.planning.needs_cause(round)):
             return False
         round.times.quiesced = self.now
         self.timers.pop("barrier", None)
@@ -342,10 +349,10 @@ class Job:
         return True
 
     def _while_stopping(self) -> bool:
-        if any(not a.lost and a.busy for a in self.roster.agents.values()):
+        if self._busy.any():
             if not self.due("stop"):
                 return False
-            late = wording.listing(a.name for a in self.roster.agents.values() if not a.lost and a.busy)
+            late = wording.listing(a.name for a in self.roster.agents.values() if a.busy)
             self.tell("stop_late", f"agents did not end their ranks in time: {late}", level="error")
         self.timers.clear()
         self.move(JobPhase.ENDED)

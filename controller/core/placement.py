@@ -13,11 +13,12 @@ from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
+import msgspec
+
 SlotT = TypeVar("SlotT", bound=Hashable)
 
 
-@dataclass(frozen=True, slots=True)
-class Candidate(Generic[SlotT]):
+class Candidate(msgspec.Struct, Generic[SlotT], frozen=True, gc=False):
     """A process that can run. `order` is its place in the initial rank order."""
 
     slot: SlotT

@@ -10,7 +10,7 @@ from ...protocol.messages import Stage
 from . import wording
 from .budget import is_hopeless, round_allowed
 from .placement import Candidate, CannotPlace, place, world_size
-from .roster import SlotRecord
+from .roster import SlotRecord, Watch
 from .rounds import JobPhase, Round, Times
 from .verdict import count_late_faults, tell_story
 
@@ -27,6 +27,10 @@ class Planning:
     def __init__(self, job: Job) -> None:
         self._job = job
         self._order_cache: dict[str, int] = {}
+        roster = job.roster
+        self._arriving = Watch(roster, lambda r: r.coming or r.dying)
+        self._present = Watch(roster, lambda r: r.alive or r.dying)
+        self._elsewhere = Watch(roster, lambda r: r.alive and not r.waits_for(job.completed))
 
     # ---- FORMING ----------------------------------------------------------------------------------------------
 
@@ -36,7 +40,7 @@ class Planning:
             return False
         agents = [a for a in job.roster.agents.values() if not a.lost]
         missing = max(job.expected - len(agents), 0)
-        if not agents or missing or any(r.coming or r.dying for a in agents for r in a.slots.values()):
+        if not agents or missing or self._arriving.any():
             return job.due("forming") and self._formed_late(missing)
         slots = [r for a in agents for r in a.slots.values()]
         if all(r.state.stage is Stage.GONE for r in slots):
@@ -84,16 +88,14 @@ class Planning:
     def after_release(self) -> bool:
         """After a completed round the trainers exit, or meet at the gate again for another resilient function."""
         job = self._job
-        slots = job.roster.slots
-        if not any(r.alive or r.dying for r in slots()):
+        if not self._present.any():
             if job.code:
                 return job.end(job.code, f"completed, but a process exited with code {job.code} afterwards")
             return job.end(ExitCode.COMPLETED, "completed")
-        if not any(r.waits_for(job.completed) for r in slots()):
+        if not any(r.waits_for(job.completed) for r in job.gathered):
             job.timers.pop("regather", None)
             return False
-        rest = [r for r in slots() if r.alive and not r.waits_for(job.completed)]
-        if not rest:
+        if not self._elsewhere.any():
             job.timers.pop("regather", None)
             job.arm("respawn", 0.0)
             job.move(JobPhase.PLANNING)
@@ -102,10 +104,24 @@ class Planning:
             job.arm("regather", job.settings.forming_timeout)
         if not job.due("regather"):
             return False
+        rest = [r for r in job.roster.slots() if r.alive and not r.waits_for(job.completed)]
         why = "some ranks called another resilient function, these did not"
         return job.end(ExitCode.NOT_FORMED, f"{why}: {wording.missing(rest)}")
 
     # ---- PLANNING ---------------------------------------------------------------------------------------------
+
+    def needs_cause(self, round: Round) -> bool:
+        """Whether it must first be known how a rank of this round died.
+
+        It may decide how the job ends, and with which code. Where reserves take over at once, nobody waits for that.
+        """
+        job = self._job
+        settings = job.settings
+        if not any(record.dying for record in round.seats.values()):
+            return False
+        limit = settings.max_rank_faults
+        last = limit is not None and job.budget.rank_faults + len(round.findings) > limit
+        return last or len(self._candidates()) < min(settings.active_world_size or round.size, round.size)
 
     def plan(self) -> bool:
         job = self._job
@@ -113,10 +129,8 @@ class Planning:
             return False
         settings = job.settings
         candidates = self._candidates()
-        known = sum(1 for _ in job.roster.slots())
-        target = settings.active_world_size or known
-        coming = any(r.coming or r.lags(job.completed) or (r.dying and settings.respawn) for r in job.roster.slots())
-        if len(candidates) < target and coming and "respawn" in job.timers and not job.due("respawn"):
+        target = settings.active_world_size or sum(len(a.slots) for a in job.roster.agents.values())
+        if len(candidates) < target and self._more_to_come() and "respawn" in job.timers and not job.due("respawn"):
             return False
         job.timers.pop("respawn", None)
         spent = count_late_faults(job)
@@ -132,6 +146,12 @@ class Planning:
             return job.end(ExitCode.WORLD_TOO_SMALL, f"{error}; {self._why_so_few()}")
         self._open_round(index, place(candidates, self._previous(), size))
         return True
+
+    def _more_to_come(self) -> bool:
+        """Whether processes are on their way to the gate."""
+        job = self._job
+        respawn = job.settings.respawn
+        return any(r.coming or r.lags(job.completed) or (r.dying and respawn) for r in job.roster.slots())
 
     def _open_round(self, index: int, seats: dict[int, SlotRecord]) -> None:
         job = self._job
@@ -151,15 +171,18 @@ class Planning:
         broken: set[str] = set()
         if job.settings.granularity == "node":
             broken = {r.agent.node for r in job.roster.slots() if not r.alive or r.state.stage is Stage.STARTING}
+        function, order = job.completed, self._order()
         return [
-            self._candidate(r)
-            for r in job.roster.slots()
-            if r.waits_for(job.completed) and not r.suspect and r.agent.node not in broken
+            self._candidate(r, order)
+            for agent in job.roster.agents.values()
+            if agent.node not in broken
+            for r in agent.slots.values()
+            if r.waits_for(function) and not r.suspect
         ]
 
-    def _candidate(self, record: SlotRecord) -> Candidate[SlotRecord]:
+    def _candidate(self, record: SlotRecord, order: dict[str, int]) -> Candidate[SlotRecord]:
         agent = record.agent
-        return Candidate(record, agent.node, agent.group, record.state.index, self._order()[agent.name])
+        return Candidate(record, agent.node, agent.group, record.state.index, order[agent.name])
 
     def _order(self) -> dict[str, int]:
         agents = self._job.roster.agents
@@ -169,12 +192,13 @@ class Planning:
         return self._order_cache
 
     def _previous(self) -> dict[int, Candidate[SlotRecord]]:
-        round = self._job.round
-        return {} if round is None else {rank: self._candidate(record) for rank, record in round.seats.items()}
+        round, order = self._job.round, self._order()
+        return {} if round is None else {rank: self._candidate(record, order) for rank, record in round.seats.items()}
 
     def _why_so_few(self) -> str:
         gone = [r for r in self._job.roster.slots() if not r.alive]
-        out = [r for r in self._job.roster.slots() if r.at_gate]
+        chosen = {candidate.slot for candidate in self._candidates()}
+        out = [r for r in self._job.roster.slots() if r.at_gate and not r.suspect and r not in chosen]
         text = f"dead: {wording.missing(gone) if gone else 'none'}"
         if out and self._job.settings.granularity == "node":
             text += (

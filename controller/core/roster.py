@@ -4,7 +4,7 @@ A `SlotRecord` belongs to one agent *process*. When another process takes over a
 dead for good and new ones are made, so that nothing said of an old process can touch a new one.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from ...protocol.faults import FaultKind
 from ...protocol.messages import Hello, SlotState, Stage
@@ -44,7 +44,7 @@ class AgentRecord:
     @property
     def busy(self) -> bool:
         """Has processes that are not known to be dead."""
-        return any(record.state.stage is not Stage.GONE for record in self.slots.values())
+        return not self.lost and any(record.state.stage is not Stage.GONE for record in self.slots.values())
 
 
 class SlotRecord:
@@ -82,13 +82,15 @@ class SlotRecord:
     @property
     def alive(self) -> bool:
         """Whether its process may take part in anything again."""
-        dead = self.state.stage in (Stage.DYING, Stage.GONE)
+        stage = self.state.stage
+        dead = stage is Stage.DYING or stage is Stage.GONE
         return not dead and not self.condemned and not self.agent.lost
 
     @property
     def dying(self) -> bool:
-        """Dead, but how it died is not yet known."""
-        return self.state.stage is Stage.DYING and not self.agent.lost
+        """As good as dead: how it dies is not yet known, or it has failed its health check and is about to leave."""
+        leaves = self.unfit and self.state.stage is Stage.GATE and not self.condemned
+        return (self.state.stage is Stage.DYING or leaves) and not self.agent.lost
 
     @property
     def at_gate(self) -> bool:
@@ -113,10 +115,9 @@ class SlotRecord:
 
     def settled(self, round: int) -> bool:
         """Whether its process is known to be outside the training function of `round`."""
-        if not self.alive:
-            return True
-        stage = self.state.stage
-        return stage is Stage.OUTSIDE or (stage is Stage.GATE and self.state.round >= round)
+        state = self.state
+        out = state.stage is Stage.OUTSIDE or (state.stage is Stage.GATE and state.round >= round)
+        return out or not self.alive
 
 
 class Roster:
@@ -169,3 +170,23 @@ def _is_older(state: SlotState, known: SlotState) -> bool:
     A Hello says the newest state of a slot; what was reported before it was answered may arrive after it.
     """
     return known.stage is Stage.GONE or state.change < known.change
+
+
+class Watch:
+    """Whether there is any slot of a kind, without a look at all of them after every event.
+
+    It remembers those that it found, and looks at the whole roster only when none of them is of that kind any more.
+    """
+
+    def __init__(self, roster: Roster, is_of_kind: Callable[[SlotRecord], bool]) -> None:
+        self._roster = roster
+        self._is_of_kind = is_of_kind
+        self._found: list[SlotRecord] = []
+
+    def any(self) -> bool:
+        while self._found:
+            if self._is_of_kind(self._found[-1]):
+                return True
+            self._found.pop()
+        self._found = [record for record in self._roster.slots() if self._is_of_kind(record)]
+        return bool(self._found)

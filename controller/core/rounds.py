@@ -108,6 +108,7 @@ class Round:
         """Note evidence; True if it is news.
 
         Of one process the first evidence stays, unless the same kind comes again with more detail, or a stronger one.
+        How a process died is news, even if it is known that it did.
         """
         key = (fault.slot, fault.life)
         known = self.findings.get(key)
@@ -116,10 +117,11 @@ class Round:
         if known is None:
             self.findings[key] = finding
             return True
-        if known.fault.kind is fault.kind or _is_bare_death(known.fault):
+        was_bare = _is_bare_death(known.fault)
+        if known.fault.kind is fault.kind or was_bare:
             known.fault = fault
             known.answered = known.answered or answered
-            return False
+            return was_bare and not _is_bare_death(fault)
         if finding.strength < known.strength:
             self.findings[key] = finding
             return True

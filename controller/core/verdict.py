@@ -69,7 +69,7 @@ def tell_story(job: Job, old: Round, new: Round, reserves: int) -> None:
     verdict = judge(list(old.findings.values()))
     cause = verdict.cause
     phases = phase_times(old, new)
-    parts = [*blamed(verdict), *([f"killed: {wording.given_up(old.late)}"] if old.late else [])]
+    parts = blamed(old, verdict)
     parts += filter(None, (wording.moves(old, new), world(old, new, reserves), spending(job, new.index)))
     parts.append(timing(phases))
     job.tell(
@@ -85,13 +85,15 @@ def tell_story(job: Job, old: Round, new: Round, reserves: int) -> None:
     )
 
 
-def blamed(verdict: Verdict) -> list[str]:
-    """Cause, companions and victims, each in a few words."""
+def blamed(round: Round, verdict: Verdict) -> list[str]:
+    """Cause, companions, victims, and who was killed, each in a few words."""
     said = [wording.describe(verdict.cause.fault, verdict.cause.rank, short=True)]
     if verdict.companions:
         said.append(f"also failed: {wording.ranks(f.rank for f in verdict.companions)}")
     if verdict.victims:
         said.append(f"victims: {wording.ranks(f.rank for f in verdict.victims)}")
+    if round.late:
+        said.append(f"killed: {wording.given_up(round.late)}")
     return said
 
 

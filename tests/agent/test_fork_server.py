@@ -179,7 +179,7 @@ def test_a_differing_environment_is_started_the_plain_way(env: dict[str, str], t
     (tmp_path / "a.py").touch()
     server = ForkServer(env, print, (), str(tmp_path))
     command = [sys.executable, "a.py"]
-    assert not server.can_fork(command, env)
+    assert not trio.run(server.wait_ready)  # nobody serves
     server.ready.set()
     assert server.can_fork(command, {**env, "PERDURE_SLOT": "x", "RANK": "1"})
     assert not server.can_fork(command, {**env, "OMP_NUM_THREADS": "3"})

@@ -8,13 +8,14 @@ from collections.abc import Iterable
 from contextlib import suppress
 
 import msgspec
-from .harness import DEADLINE_S, Event, Job, Seats
-from .processes import Key, lives, state_of
 
 from perdure.controller.core.job import Job as Core
 from perdure.controller.journal import read_records
 from perdure.controller.journal_format import JournalError
 from perdure.controller.recovery import decode_entry
+
+from .harness import DEADLINE_S, Event, Job, Seats
+from .processes import Key, lives, state_of
 
 STARTED = 'tell("started", life=int(os.environ["PERDURE_LIFE"]))\n'
 """For the beginning of a script: tells that a process has started, before it reaches the gate."""

@@ -100,11 +100,14 @@ class Job:
         nodes: Sequence[str] = ("n0",),
         env: Mapping[str, str] | None = None,
         prefix: Sequence[str] = (),
+        prefixes: Mapping[str, Sequence[str]] | None = None,
+        host: str = "127.0.0.1",
         **knobs: object,
     ) -> None:
         """nodes: one agent with `nproc` ranks on each; with more than one the controller is a process of its own.
 
-        knobs: of the configuration; None leaves one of `KNOBS` at perdure's default. prefix: a command that starts the agent.
+        knobs: of the configuration; None leaves one of `KNOBS` at perdure's default. prefix: a command that starts the agent;
+        prefixes: the same by name of a node, or "controller". host: where a controller of its own listens.
         """
         self.folder = folder
         self.run_dir = folder / "run"
@@ -120,6 +123,8 @@ class Job:
         script.write_text(HEAD + textwrap.dedent(source))
         self._program = [sys.executable, str(script)]
         self._prefix = list(prefix)
+        self._prefixes = {name: list(words) for name, words in (prefixes or {}).items()}
+        self._host = host
         kept = {name: value for name, value in os.environ.items() if not name.startswith(("PERDURE_", "SLURM"))}
         self.env = {
             **kept,
@@ -146,13 +151,16 @@ class Job:
 
     def start_agent(self, node: str, order: int = 0) -> subprocess.Popen[bytes]:
         where = ["--nproc", str(self.nproc), "--run-dir", str(self.run_dir), "--agents", str(len(self.nodes))]
-        command = [*self._prefix, str(PERDURE), "run", *where, *self._options, "--", *self._program]
+        prefix = self._prefixes.get(node, self._prefix)
+        command = [*prefix, str(PERDURE), "run", *where, *self._options, "--", *self._program]
         self.agents[node] = self._process(node, command, {"PERDURE_NODE": node})
         return self.agents[node]
 
     def start_controller(self) -> subprocess.Popen[bytes]:
-        where = ["--run-dir", str(self.run_dir), "--agents", str(len(self.nodes)), "--host", "127.0.0.1"]
-        self.controller = self._process("controller", [str(PERDURE), "controller", *where, *self._options], {})
+        where = ["--run-dir", str(self.run_dir), "--agents", str(len(self.nodes)), "--host", self._host]
+        prefix = self._prefixes.get("controller", [])
+        command = [*prefix, str(PERDURE), "controller", *where, *self._options]
+        self.controller = self._process("controller", command, {})
         return self.controller
 
     def _process(self, name: str, command: list[str], env: dict[str, str]) -> subprocess.Popen[bytes]:

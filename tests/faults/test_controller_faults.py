@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable
 
 import pytest
+
 from .cluster import (
     STARTED,
     crash_controller,

@@ -120,10 +120,9 @@ def test_the_last_words_on_stderr_are_in_the_report(launch: Callable[..., Job]) 
     before, after = job.wait_round(0), job.wait_round(1)
     assert job.survivors(before, after, dead={1}) == 2
     assert job.finish() == 0
-    fault = job.log("fault")[0]
+    fault = job.wait_log("fault", "SIGABRT")
     assert (fault["rank"], fault["kind"]) == (1, "signal")
-    assert "SIGABRT" in fault["text"]
-    assert any("launch failure 0xBEEF" in str(line) for line in job.log("fault"))
+    assert "launch failure 0xBEEF" in fault["detail"]
     assert "launch failure 0xBEEF" in job.output()
 
 

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 
 import pytest
-from .harness import Job
+from .harness import HANGS, Job
 
 
 @pytest.mark.parametrize("how", ["sys.exit(0)", "sys.exit(3)", "os._exit(0)", "os._exit(3)", "sys.exit('no more')"])
@@ -93,3 +93,23 @@ def test_scripts_that_never_call_a_resilient_function_end_as_they_end(launch: Ca
     job = launch("tell('left')", nproc=2)
     assert job.wait_end() == 0
     assert len(job.events("left")) == 2
+
+
+def test_a_rank_that_leaves_and_never_gets_out_is_killed(launch: Callable[..., Job]) -> None:
+    """It hangs in its exit handlers, as libraries like to do."""
+    job = launch(
+        """
+        import atexit
+        def fault(round, step):
+            if (round.index, round.rank, step) == (0, 1, 5):
+                atexit.register(time.sleep, 1000)
+                sys.exit(3)
+        run(fault)
+        """,
+        **HANGS,
+    )
+    before, after = job.wait_round(0), job.wait_round(1)
+    assert job.survivors(before, after, dead={1}) == 2
+    assert job.finish() == 0
+    story = job.wait_log("recovered")
+    assert (story["rank"], story["kind"]) == (1, "exit")

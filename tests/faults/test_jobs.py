@@ -53,14 +53,15 @@ def test_twenty_deaths_leave_nothing_in_agent_and_controller(launch: Callable[..
     job = launch(source.replace("ROUNDS", "20"), nproc=3, active_world_size=2)
     early, late = measure(job, 5), measure(job, 20)
     agent = job.agents["n0"].pid
-    job.wait_for(lambda: len(descendants_of(agent)) <= 6, "the end of all dead ranks")  # 3 ranks, controller, guard, forks
+    expected = 6  # three ranks, controller, guard, fork server
+    job.wait_for(lambda: len(descendants_of(agent)) <= expected, "the end of all dead ranks")
     assert job.finish() == 0
     job.assert_rounds(21)
     assert_flat(*({name: each[name] for name in ("agent", "controller")} for each in (early, late)), grown_mb=8)
 
 
 def test_two_resilient_functions_in_one_script(launch: Callable[..., Job]) -> None:
-    """Each with a fault; rounds go on counting."""
+    """Each with a fault; rounds go on counting. Who is started in the second one gets nothing from the first."""
     job = launch(
         """
         def first(round, step):
@@ -78,23 +79,21 @@ def test_two_resilient_functions_in_one_script(launch: Callable[..., Job]) -> No
                 time.sleep(0.004)
                 if is_said(name):
                     return name
-        if os.environ["PERDURE_LIFE"] == "1":
-            tell("result", value=train("first", first))
-        tell("result", value=train("second", second))
+        for name, fault in (("first", first), ("second", second)):
+            tell("result", value=str(train(name, fault)))
         """,
     )
     start, again = job.wait_round(0), job.wait_round(1)
     assert job.survivors(start, again) == 3
     job.say("first")
     second = job.wait_round(2)
-    assert job.survivors(again, second, all_seated=False) >= 2
     third = job.wait_round(3)
     assert job.survivors(second, third, dead={0}) == 2
     job.say("second")
     assert job.wait_end() == 0
     job.assert_rounds(4)
     values = [each.more["value"] for each in job.events("result")]
-    assert sorted(values) == ["first"] * 3 + ["second"] * 3
+    assert sorted(values) == ["None"] + ["first"] * 3 + ["second"] * 3
 
 
 def test_a_reserve_that_was_never_needed_ends_with_0(launch: Callable[..., Job]) -> None:

@@ -46,7 +46,7 @@ def test_a_rank_that_had_left_the_round_is_killed_before_the_others_have(launch:
     before = job.wait_round(0)
     job.wait_event("unwinding", rank=2)
     job.kill(before[1])
-    job.wait_log("fault", "SIGKILL")
+    job.wait_log("slot_gone", "SIGKILL")
     job.say("unwound")
     after = job.wait_round(1)
     assert job.survivors(before, after, dead={1}) == 2

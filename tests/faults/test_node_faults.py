@@ -4,6 +4,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+
 from .cluster import (
     lose_agent,
     lose_node,
@@ -54,9 +55,7 @@ def test_without_reserves_the_world_shrinks(launch: Callable[..., Job], granular
 
 @pytest.mark.parametrize("granularity", ["node", "rank"])
 @pytest.mark.parametrize("node", ["n0", "n1"])
-def test_the_ranks_of_a_killed_agent_are_gone_at_once(
-    launch: Callable[..., Job], node: str, granularity: str
-) -> None:
+def test_the_ranks_of_a_killed_agent_are_gone_at_once(launch: Callable[..., Job], node: str, granularity: str) -> None:
     job = launch(granularity=granularity, **TWO)
     before = job.wait_round(0)
     dead = of_node(before, node)
@@ -86,7 +85,6 @@ def test_the_only_agent_is_killed(launch: Callable[..., Job]) -> None:
     wait_gone(job, lose_agent(job, "n0"), 3)
     job.wait_for(lambda: not processes_with(job.mark), "the end of the controller")
     assert job.log("ended")[0]["text"].startswith("the job ended with code 91")
-    print(job.output())
 
 
 def test_an_agent_that_is_started_again_joins_as_reserve(launch: Callable[..., Job]) -> None:

@@ -54,7 +54,9 @@ def test_rank_0_is_killed(submit: Callable[..., SlurmJob]) -> None:
     assert job.finish() == ("COMPLETED", "0:0")
 
 
-def test_a_node_is_lost_and_reserves_take_over(submit: Callable[..., SlurmJob]) -> None:
+@pytest.mark.parametrize("slurm_knows", [True, False])
+def test_a_node_is_lost_and_reserves_take_over(submit: Callable[..., SlurmJob], slurm_knows: bool) -> None:
+    """Slurm learns of it long after perdure: then it must leave the job alone, and before that srun waits for ever."""
     if node_daemon("n1") is None:
         pytest.skip("the nodes of this cluster are not daemons on this machine")
     job = submit(active_world_size=6, respawn="false")
@@ -63,9 +65,15 @@ def test_a_node_is_lost_and_reserves_take_over(submit: Callable[..., SlurmJob]) 
     try:
         kill_node("n1")
         after = job.wait_round(1, size=6)
+        if slurm_knows:
+            slurm("scontrol", "update", "nodename=n1", "state=down", "reason=lost")
+            until(lambda: job.slurm_state()["NumNodes"] == "3", job.story)
+            assert job.slurm_state()["JobState"] == "RUNNING"
         assert [after[rank]["SLURMD_NODENAME"] for rank in range(6)] == ["n0", "n0", "n3", "n3", "n2", "n2"]
         assert [after[rank]["pid"] for rank in (0, 1, 4, 5)] == [before[rank]["pid"] for rank in (0, 1, 4, 5)]
         assert job.finish() == ("COMPLETED", "0:0")
+        assert job.seats(2) == {}
+        assert ("srun still waits" in job.output.read_text()) is not slurm_knows
     finally:
         heal(list(NODES))
 

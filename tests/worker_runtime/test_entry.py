@@ -178,10 +178,12 @@ def test_the_agent_is_gone() -> None:
         @perdure.resilient
         def train(round):
             print("flushed")
+            round.ping(1)
             time.sleep(1000)
         train()
         """) as rank:
         rank.start()
+        rank.wait_page(1)
         rank.hang_up()
         code, stdout, stderr = rank.end()
         assert (code, stdout) == (94, "flushed\n")

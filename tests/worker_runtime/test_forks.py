@@ -11,7 +11,9 @@ def test_two_hundred_forks_while_the_runtime_is_busy() -> None:
         def train(round):
             stop = threading.Event()
             def pinger():
-                while not stop.is_set(): round.ping(5)
+                while not stop.is_set():
+                    round.ping(5)
+                    time.sleep(0.0002)
             threads = [threading.Thread(target=pinger) for _ in range(2)]
             for thread in threads: thread.start()
             bad = 0

@@ -66,6 +66,50 @@ def test_peers_of_a_silent_rank_go_on_without_it(place: str, silent: int) -> Non
             assert (code, stdout) == (0, "4.0\n"), stderr
 
 
+HALF_WAY = """
+    class Stuck(dist.Store):
+        def __init__(self, store): super().__init__(); self.store = store
+        def set(self, key, value): self.store.set(key, value)
+        def add(self, key, amount): return self.store.add(key, amount)
+        def check(self, keys): return self.store.check(keys)
+        def wait(self, *args): round.ping(2); time.sleep(1000)
+        get = multi_get = wait
+        def set_timeout(self, timeout): pass
+        def has_extended_api(self): return True
+    @perdure.resilient
+    def train(current):
+        global round
+        round = current
+        round.ping(1)
+        if round.index == 0 and round.rank == 2:
+            store = dist.TCPStore("127.0.0.1", int(os.environ["MASTER_PORT"]), 3, False)
+            stuck = Stuck(dist.PrefixStore("default_pg", store))
+            dist.init_process_group("gloo", store=stuck, rank=2, world_size=3)
+        dist.init_process_group("gloo", timeout=timedelta(seconds=60))
+        value = torch.ones(4)
+        dist.all_reduce(value)
+        return float(value[0])
+    train()
+"""
+
+
+def test_a_peer_that_has_told_its_address_and_never_connects() -> None:
+    ranks = [Rank(HALF_WAY, slot=f"n0/{index}", torch=True) for index in range(3)]
+    with trainers(*ranks):
+        _enter(ranks, 0, [rank.expect(Ready) for rank in ranks])
+        ranks[2].wait_page(2)
+        # The others now wait for its connection, in C++ and without a socket: that shows only by their silence.
+        time.sleep(0.3)
+        began = time.monotonic()
+        for rank in ranks:
+            rank.send(Interrupt(0, "one is silent"))
+        readies = [rank.at_gate() for rank in ranks]
+        assert time.monotonic() - began < 1.0
+        _enter(ranks, 1, readies)
+        for rank in ranks:
+            rank.expect(Returned)
+
+
 def test_a_killed_peer_is_told_apart_from_an_own_fault() -> None:
     ranks = _ranks(2, "collective", 0)
     with trainers(*ranks):

@@ -20,7 +20,6 @@ import runpy
 import shutil
 import socket
 import sys
-import threading
 import types
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
@@ -40,7 +39,6 @@ MARK_ROOM = 240
 """Bytes kept free in the server's initial environment for a rank's marks (see `_show_marks`)."""
 TITLE_ROOM = 600
 """Bytes kept free in the server's initial arguments for a rank's command line."""
-IMPORT_NICENESS = 10
 RANK_NAMES = ("PERDURE_SLOT", "PERDURE_LIFE")
 
 
@@ -97,7 +95,7 @@ class Request(NamedTuple):
 def main() -> None:
     """The server; in a fork of it, the rank."""
     sock = socket.socket(fileno=int(sys.argv[1]))
-    missing = _import_gently(sys.argv[2:-1])
+    missing = _import(sys.argv[2:-1])
     # What was imported is never garbage: kept out of collections, its pages stay shared between the forks.
     gc.collect()
     gc.freeze()
@@ -109,20 +107,14 @@ def main() -> None:
         _execute(target)
 
 
-def _import_gently(modules: Iterable[str]) -> dict[str, str]:
+def _import(modules: Iterable[str]) -> dict[str, str]:
+    """Import `modules`; those that could not be, and why."""
     missing: dict[str, str] = {}
-
-    def work() -> None:
-        os.nice(IMPORT_NICENESS)
-        for name in modules:
-            try:
-                importlib.import_module(name)
-            except Exception as error:
-                missing[name] = f"{type(error).__name__}: {error}"
-
-    thread = threading.Thread(target=work)
-    thread.start()
-    thread.join()
+    for name in modules:
+        try:
+            importlib.import_module(name)
+        except Exception as error:
+            missing[name] = f"{type(error).__name__}: {error}"
     return missing
 
 

@@ -28,6 +28,8 @@ from .tree import read_entry, send
 MODULES = ("numpy", "torch", "torch.distributed", "perdure.worker_runtime")
 READY_S = 300.0
 """How long the imports may take."""
+PATIENCE_S = 10.0
+"""How long a rank waits for the imports before it is started the plain way."""
 REPLY_S = 5.0
 """How long a fork may take."""
 RESTARTS = 3
@@ -54,7 +56,7 @@ class ForkRefused(Exception):
 
 
 class ForkServer:
-    """The agent's side. `serve` runs as a task; until the server is ready, and after it broke, `can_fork` is False."""
+    """The agent's side. `serve` runs as a task; a rank comes from here if `can_fork` and `wait_ready` both say so."""
 
     def __init__(
         self,
@@ -72,19 +74,39 @@ class ForkServer:
         self._request = 0
         self.ready = trio.Event()
         """Set while it can fork."""
+        self._serving = False
         self.pid = 0
         self._start = 0
 
     def can_fork(self, command: Sequence[str], env: Mapping[str, str]) -> bool:
-        """Whether `command` may come from here at all."""
-        return self.ready.is_set() and target_of(command, self._cwd) is not None and not self._differs(env)
+        """Whether `command` may come from here at all, now or when the imports are done."""
+        return target_of(command, self._cwd) is not None and not self._differs(env)
 
     def _differs(self, env: Mapping[str, str]) -> bool:
         names = (set(env) | set(self._env)) - LATE_NAMES
         return any(env.get(name) != self._env.get(name) for name in names if not name.startswith("PERDURE_"))
 
+    async def wait_ready(self) -> bool:
+        """Wait for imports that are under way: whoever started the plain way instead would begin them anew."""
+        with trio.move_on_after(PATIENCE_S if self._serving else 0):
+            await self.ready.wait()
+        return self.ready.is_set()
+
+    def _not_ready(self) -> None:
+        """Whoever waits looks again."""
+        former, self.ready = self.ready, trio.Event()
+        former.set()
+
     async def serve(self) -> None:
         """Keep a server running; replaces one that died, RESTARTS times."""
+        self._serving = True
+        try:
+            await self._keep_serving()
+        finally:
+            self._serving = False
+            self._not_ready()
+
+    async def _keep_serving(self) -> None:
         for _ in range(RESTARTS + 1):
             try:
                 await self._serve_once()
@@ -113,7 +135,7 @@ class ForkServer:
             await trio.lowlevel.wait_readable(pidfd)
             raise ForkRefused(f"process {self.pid} died")
         finally:
-            self.ready = trio.Event()
+            self._not_ready()
             self._sock.close()
             await bury(self.pid, pidfd)
 
@@ -187,6 +209,6 @@ class ForkServer:
             # From here to the end nothing awaits: the child is claimed, and it starts.
             os.write(go, b"g")
             return pid
-        self.ready = trio.Event()
+        self._not_ready()
         send((self.pid, self._start), signal.SIGKILL)
         raise ForkRefused(f"no answer in {REPLY_S:.0f} s")

@@ -29,9 +29,13 @@ class Progress:
         moved = min(self.auto, self.ping) if with_ping and self.ping is not None else self.auto
         return max(moved, self.pause_until)
 
+    def interpreter_runs(self, now: float, soft_s: float) -> bool:
+        """Whether only the work stands still."""
+        return now - self.auto < soft_s / 2
+
     def stuck_in(self, now: float, soft_s: float) -> str:
         """What stands still, for people."""
-        if now - self.auto < soft_s / 2:
+        if self.interpreter_runs(now, soft_s):
             return f"no ping after step {self.step}, though the interpreter runs"
         return "the main thread runs no Python (a C call that does not return, the GIL held, or a frozen process)"
 

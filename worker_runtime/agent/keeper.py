@@ -1,8 +1,8 @@
 """Keeps a controller of the agent's own running, where the job has just this one machine.
 
-The controller is a process of its own session: it can be killed, or crash, without a rank noticing, and Ctrl-C in the terminal
-reaches the agent alone, which passes it on once. One that dies is started again and recovers from its journal; one that ends by
-itself has ended the job.
+The controller is a process of its own session: it can be killed, or crash, without a rank noticing, and Ctrl-C in the
+terminal reaches the agent alone, which passes it on once. One that dies is started again and recovers from its journal;
+one that ends by itself has ended the job.
 """
 
 import os
@@ -33,12 +33,10 @@ async def keep_controller(
     """Run `command` until it ends by itself. `refused` is called with its code if it ends before the job has."""
     deaths: list[float] = []
     while True:
-        process = subprocess.Popen(list(command), stdin=subprocess.DEVNULL, start_new_session=True)
-        claim_child(process.pid)
-        process.returncode = 0  # we collect its status ourselves
+        pid = _start(command)
         task_status.started()
         task_status = trio.TASK_STATUS_IGNORED
-        code = await _wait(process.pid)
+        code = await _wait(pid)
         if code >= 0:
             refused(code)
             return
@@ -47,7 +45,14 @@ async def keep_controller(
         if len(deaths) > RESTARTS:
             log(f"the controller died {len(deaths)} times within {RESTART_WINDOW_S:g} s; it is not started again")
             return
-        log(f"the controller (pid {process.pid}) was killed by signal {-code}; starting it again")
+        log(f"the controller (pid {pid}) was killed by signal {-code}; starting it again")
+
+
+def _start(command: Sequence[str]) -> int:
+    process = subprocess.Popen(list(command), stdin=subprocess.DEVNULL, start_new_session=True)
+    claim_child(process.pid)
+    process.returncode = 0  # we collect its status ourselves
+    return process.pid
 
 
 async def _wait(pid: int) -> int:
@@ -64,13 +69,18 @@ async def _wait(pid: int) -> int:
             with trio.move_on_after(1.0, shield=True):
                 await trio.lowlevel.wait_readable(pidfd)
             raise
-        result = os.waitid(os.P_PIDFD, pidfd, os.WEXITED | os.WNOHANG)
-        if result is None:
-            return 0
-        return result.si_status if result.si_code == os.CLD_EXITED else -result.si_status
+        return _collect(pidfd)
     finally:
         with suppress(ChildProcessError):
-            os.waitid(os.P_PIDFD, pidfd, os.WEXITED | os.WNOHANG)
+            _collect(pidfd)
         release_child(pid)
         trio.lowlevel.notify_closing(pidfd)
         os.close(pidfd)
+
+
+def _collect(pidfd: int) -> int:
+    """Take the status of a process that has ended; 0 if it has not."""
+    result = os.waitid(os.P_PIDFD, pidfd, os.WEXITED | os.WNOHANG)
+    if result is None:
+        return 0
+    return result.si_status if result.si_code == os.CLD_EXITED else -result.si_status

@@ -32,6 +32,7 @@ from ...protocol.messages import (
     Report,
     SlotState,
     StopRequest,
+    Unknown,
     Welcome,
 )
 from ...protocol.wire import Connected, Disconnected, HandshakeFailed, WireError, local_address
@@ -211,42 +212,39 @@ class Link:
         return endpoint.attempt == self._attempt or (newer and not self._joined)
 
     async def _stay(self, endpoint: Endpoint, keys: JobKeys | None) -> None:
-        """Hold the connection to `endpoint` until another endpoint is published while there is none."""
+        """Hold the connection to `endpoint` until another one is published while nobody there has accepted us."""
         wire = AgentSocket(keys, heartbeat_timeout_s=self._heartbeat_timeout_s)
         async with wire.running():
             self._wire = wire
             await wire.connect(endpoint.address)
-            connected, pause = False, LOOK_AGAIN_S[0]
+            pause = LOOK_AGAIN_S[0]
+            look_at = trio.current_time() + pause
             while True:
                 batch: list[AgentEvent] = []
-                with trio.move_on_after(float("inf") if connected else pause):
+                with trio.move_on_at(float("inf") if self._welcomed else look_at):
                     batch = await wire.recv_many()
                 for event in batch:
-                    connected = self._hear(event, connected)
-                if connected:
-                    pause = LOOK_AGAIN_S[0]
-                    continue
-                present = await self._read()
-                if present is not None and present[0] != endpoint:
-                    return
-                pause = min(pause * 2, LOOK_AGAIN_S[1])
+                    self._hear(event)
+                if self._welcomed:
+                    pause, look_at = LOOK_AGAIN_S[0], trio.current_time()
+                elif trio.current_time() >= look_at:
+                    present = await self._read()
+                    if present is not None and present[0] != endpoint:
+                        return
+                    pause, look_at = min(pause * 2, LOOK_AGAIN_S[1]), trio.current_time() + pause
 
     # ---- a session --------------------------------------------------------------------------------------------
 
-    def _hear(self, event: AgentEvent, connected: bool) -> bool:
+    def _hear(self, event: AgentEvent) -> None:
         match event:
             case Connected():
                 self._begin_session()
-                return True
             case Disconnected():
                 self._gone()
-                return False
             case HandshakeFailed():
                 self._complain(f"no connection to the controller: {event.reason}")
-                return connected
             case _:
                 self._received(event.frame)
-                return connected
 
     def _begin_session(self) -> None:
         self._session = secrets.randbits(63)
@@ -286,6 +284,10 @@ class Link:
         if isinstance(message, Refused):
             self._hello_at = None
             self._on.refused(message.reason)
+            return
+        if isinstance(message, Unknown):
+            self._gone()
+            self._begin_session()
             return
         if isinstance(message, Welcome):
             self._welcome(message)

@@ -264,7 +264,9 @@ class AgentMachine:
             kind = FaultKind.SOFT_HANG if verdict.soft else FaultKind.HARD_HANG
             limit_s = self.settings.soft_timeout if verdict.soft else self.settings.hard_timeout
             found = self._fault(local, kind, f"{text} ({limit}_timeout={limit_s:g})")
-            local.change(fault=msgspec.structs.replace(found, stale_s=verdict.stale_s, step=progress.step))
+            runs = progress.interpreter_runs(now, self.settings.soft_timeout)
+            found = msgspec.structs.replace(found, stale_s=verdict.stale_s, step=progress.step, interpreter_runs=runs)
+            local.change(fault=found)
             self._tell(local)
         if verdict.hard and not local.killing:
             self._kill(local, f"{text} (hard_timeout={self.settings.hard_timeout:g})")

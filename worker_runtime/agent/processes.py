@@ -148,7 +148,7 @@ async def _start(
     fork_server: ForkServer | None,
 ) -> tuple[int, bool]:
     """Start the process from the fork server or the plain way; its pid, claimed, and whether it was forked."""
-    if fork_server is not None and fork_server.can_fork(command, env):
+    if fork_server is not None and fork_server.can_fork(command, env) and await fork_server.wait_ready():
         with suppress(ForkRefused):  # The server has logged why.
             return await fork_server.fork(command, env, descriptors), True
     return _execute(command, slot, env, descriptors), False

@@ -11,7 +11,7 @@ from perdure.controller.core.job import Job
 from perdure.controller.core.rounds import JobPhase
 from perdure.protocol.faults import Fault, FaultKind
 from perdure.protocol.messages import PROTOCOL_VERSION, Directive, ExitRecord, Hello, SlotState, Stage
-from perdure.protocol.names import NO_ROUND, AgentName, ProcessId, Slot, slot_name
+from perdure.protocol.names import AgentName, ProcessId, Slot, slot_name
 from perdure.protocol.settings import Settings
 
 RANK = Settings(granularity="rank", respawn=False)
@@ -34,6 +34,8 @@ class Desk:
         self.settings = settings
         self.now = 0.0
         self.commands: list[Command] = []
+        self.journal: list[tuple[float, Event]] = []
+        self.answers: list[bytes] = []
         self.states: dict[str, SlotState] = {}
         self.nodes: dict[str, str] = {}
         self.groups: dict[str, str] = {}
@@ -53,11 +55,17 @@ class Desk:
     def do(self, event: Event, after_s: float = 0.001) -> list[Command]:
         """One event, and the Tick that is due, as the shell would."""
         self.now += after_s
-        commands = self.job.on(event, self.now)
+        commands = self._take(event)
         deadline = self.job.deadline()
         if deadline is not None and deadline <= self.now:
-            commands = commands + self.job.on(Tick(), self.now)
+            commands = commands + self._take(Tick())
         self.commands += commands
+        return commands
+
+    def _take(self, event: Event) -> list[Command]:
+        self.journal.append((self.now, event))
+        commands = self.job.on(event, self.now)
+        self.answers.append(msgspec.msgpack.encode(commands))
         return commands
 
     def wait(self) -> list[Command]:
@@ -67,7 +75,7 @@ class Desk:
         self.now = max(self.now, deadline)
         return self.do(Tick(), 0.0)
 
-    def hello(self, agent: str, **changes: object) -> Hello:
+    def hello(self, agent: str, /, **changes: object) -> Hello:
         own = tuple(state for slot, state in self.states.items() if slot.startswith(f"{agent}/"))
         hello = Hello(
             PROTOCOL_VERSION, AgentName(agent), self.nodes[agent], self.nodes[agent], f"10.0.0.{self.processes[agent]}", 0,
@@ -183,7 +191,3 @@ class Desk:
         done = [said for said in self.commands if isinstance(said, Finished)]
         assert len(done) <= 1
         return done[0] if done else None
-
-
-def fresh(slot: str) -> SlotState:
-    return SlotState(Slot(slot), int(slot.split("/")[1]), 1, Stage.STARTING, NO_ROUND)

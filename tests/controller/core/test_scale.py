@@ -1,0 +1,67 @@
+"""Ten thousand ranks: a round is decided at once, and no event costs a look at everybody."""
+
+import importlib.util
+import time
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import msgspec
+from perdure.controller.core.events import Reported
+from perdure.controller.core.rounds import JobPhase
+from perdure.protocol.messages import ExitRecord, Stage
+
+GENEROUS_S = 1.0
+"""What must never be needed, on any machine; `benchmarks/core.py` says what is."""
+
+
+def crowd_module() -> ModuleType:
+    path = Path(__file__).resolve().parents[3] / "benchmarks" / "crowd.py"
+    spec = importlib.util.spec_from_file_location("benchmark_crowd", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_one_round_of_10240_ranks() -> None:
+    crowd = crowd_module().Crowd(1_280, 8)
+    crowd.form()
+    began = time.process_time()
+    crowd.take(crowd.fault(3))
+    crowd.take(crowd.settle())
+    spent_s = time.process_time() - began
+    assert crowd.decided(1)
+    assert spent_s < GENEROUS_S
+
+
+def test_a_lost_node_of_10240_ranks_shrinks_the_world() -> None:
+    crowd = crowd_module().Crowd(1_280, 8)
+    crowd.form()
+    crowd.take(crowd.lose_node())
+    crowd.take(crowd.settle())
+    assert crowd.decided(1)
+
+
+def test_forming_and_leaving_one_by_one_cost_no_look_at_everybody() -> None:
+    """10,240 single reports, in the order in which a walk over all slots is longest."""
+    crowd = crowd_module().Crowd(1_280, 8)
+    began = time.process_time()
+    crowd.join()
+    change_one_by_one(crowd, stage=Stage.GATE, port=9000)
+    crowd.take(crowd.enter())
+    assert crowd.job.phase is JobPhase.RUNNING
+    change_one_by_one(crowd, stage=Stage.RETURNED)
+    assert crowd.job.phase is JobPhase.RELEASED
+    change_one_by_one(crowd, stage=Stage.OUTSIDE, functions=1)
+    change_one_by_one(crowd, stage=Stage.GONE, exit=ExitRecord(0))
+    assert crowd.job.phase is JobPhase.ENDED
+    assert time.process_time() - began < 5 * GENEROUS_S
+
+
+def change_one_by_one(crowd: Any, **changes: object) -> None:
+    for name in crowd.agents:
+        changed = [msgspec.structs.replace(s, change=s.change + 1, **changes) for s in crowd.states[name]]
+        crowd.states[name] = tuple(changed)
+        crowd.take([Reported(name, (state,)) for state in changed])
