@@ -1,7 +1,7 @@
 """What one restart round costs the controller in CPU: the pure core alone, as decided in one process.
 
-Counted are the calls of `Job.on`: a fault is reported, every agent reports that its ranks have left the function, the next
-round is planned, and all directives of it are there. Messages are made before; nothing is sent, written or encoded.
+Counted are the calls of `Job.on`: a fault is reported, every agent reports that its ranks have left the function, the
+next round is planned, and all its directives are there. Messages are made before; nothing is sent, written or encoded.
 """
 
 import gc

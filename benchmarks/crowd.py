@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import msgspec
+
 from perdure.controller.core.commands import Direct
 from perdure.controller.core.events import Attached, Event, LinkLost, Opened, Reported, Tick
 from perdure.controller.core.job import Job
@@ -14,7 +15,7 @@ from perdure.protocol.settings import Settings
 
 
 class Crowd:
-    """agents x per_agent ranks. The methods that are named after what happens return its events; `take` hands them in."""
+    """agents x per_agent ranks. Methods named after what happens return its events; `take` hands them in."""
 
     def __init__(self, agents: int, per_agent: int, settings: Settings | None = None) -> None:
         self.job = Job()

@@ -27,7 +27,6 @@ RESERVED = frozenset(
         "PERDURE_AGENTS",
         "PERDURE_AUTO_STAMP_S",
         "PERDURE_BEAT_FD",
-        "PERDURE_EMPTY_CUDA_CACHE",
         "PERDURE_JOB",
         "PERDURE_KEYS",
         "PERDURE_LIFE",

@@ -20,7 +20,7 @@ from ..protocol.exit_codes import ExitCode
 from ..protocol.keys import KeysError, create_keys, keys_from_environment
 from ..protocol.settings_rules import ConfigurationError
 from ..protocol.wire import WireError
-from . import configuration
+from . import configuration, early_signals
 from .launcher import find_job, find_run_dir
 
 REFUSALS = (
@@ -72,6 +72,7 @@ def main(args: argparse.Namespace) -> int:
 
 
 def _lead(args: argparse.Namespace, chosen: configuration.Configuration, job: str, directory: RunDirectory) -> int:
+    signalled = early_signals.hold()
     attempt = attempt_number(directory, os.environ.get)
     logbook = Logbook(directory.path, job, socket.gethostname(), sys.stderr)
     try:
@@ -82,7 +83,8 @@ def _lead(args: argparse.Namespace, chosen: configuration.Configuration, job: st
             logbook.line("settings", f"settings that differ from the defaults: {said}")
         keys = None if args.plain_text else keys_from_environment(os.environ) or create_keys(directory.keys)
         memory = Memory(directory, job, attempt, logbook)
-        options = Options(job, attempt, chosen.settings, args.agents, args.host, args.port, args.advertise)
+        where = (args.host, args.port, args.advertise)
+        options = Options(job, attempt, chosen.settings, args.agents, *where, signalled=signalled)
         try:
             return trio.run(Controller(options, directory, keys, memory, logbook).run)
         finally:

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from typing import Protocol, cast
 
 from .. import __version__
+from . import early_signals
 
 COMMANDS = {
     "run": "start the agent of this node, and the controller too when the job has just this one machine",
@@ -45,6 +46,8 @@ def build_parser(chosen: str | None) -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
+    if argv is None:
+        early_signals.end_at_once()
     words = list(sys.argv[1:] if argv is None else argv)
     chosen = words[0] if words and words[0] in COMMANDS else None
     args = build_parser(chosen).parse_args(words)

@@ -10,10 +10,11 @@ import trio
 
 from ..protocol.exit_codes import ExitCode
 from ..protocol.settings_rules import ConfigurationError, Violation, size_violations
-from ..worker_runtime.agent.service import Agent, Options
+from ..worker_runtime.agent.options import Options
+from ..worker_runtime.agent.service import Agent
 from ..worker_runtime.agent.signals import survive_warnings
 from ..worker_runtime.environment_rules import judge, observe
-from . import configuration
+from . import configuration, early_signals
 from .launcher import Place, find_place, find_run_dir
 
 
@@ -62,6 +63,7 @@ def main(args: argparse.Namespace) -> int:
         settings=settings,
         first_index=place.local_id * args.nproc if place.tasks_on_node > 1 else 0,
         controller=_controller_command(place, run_dir, chosen, args) if place.alone else (),
+        signalled=early_signals.hold(),
     )
     survive_warnings()
     return trio.run(Agent(options).run)

@@ -135,10 +135,11 @@ class Story:
             chapter.entered = at
         if chapter.fault is None and round.times.fault is not None:
             chapter.fault = at
-        if len(round.findings) > len(chapter.evidence):
-            for process, finding in round.findings.items():
-                chapter.evidence.setdefault(process, at)
-                chapter.step = max(chapter.step, finding.fault.step)
+        for process in reversed(round.findings):
+            if process in chapter.evidence:
+                break
+            chapter.evidence[process] = at
+            chapter.step = max(chapter.step, round.findings[process].fault.step)
 
     def _note_states(self, states: Iterable[SlotState]) -> None:
         for state in states:

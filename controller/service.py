@@ -13,7 +13,7 @@ Nothing is decided in this file.
 
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -52,13 +52,22 @@ from .run_directory import RunDirectory
 FAREWELL_S = 2.0
 """How long the agents may take to acknowledge the end of the job."""
 
+STOPS = {
+    signal.SIGINT: ExitCode.INTERRUPTED,
+    signal.SIGTERM: ExitCode.TERMINATED,
+    signal.SIGHUP: ExitCode.HANGUP,
+}
+"""SIGHUP ends the job only where it is not ignored: under nohup a job outlives its terminal."""
+
 IDLE_S = 60.0
 """The loop's longest sleep."""
 
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """expected: agents that the launcher starts, 0 if only they know. host, port, advertise: see `ControllerSocket`."""
+    """expected: agents that the launcher starts, 0 if only they know. host, port, advertise: see `ControllerSocket`.
+    signalled: signals that came before we listened.
+    """
 
     job: str
     attempt: int
@@ -67,6 +76,7 @@ class Options:
     host: str = "*"
     port: int = 0
     advertise: str = ""
+    signalled: Sequence[int] = ()
 
 
 @dataclass(slots=True)
@@ -146,15 +156,21 @@ class Controller:
             self._inbox.put(*await self._wire.events())
 
     async def _signals(self, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
-        with trio.open_signal_receiver(signal.SIGINT, signal.SIGTERM, signal.SIGUSR1) as received:
+        ours = [n for n in STOPS if n is not signal.SIGHUP or signal.getsignal(n) is not signal.SIG_IGN]
+        with trio.open_signal_receiver(*ours, signal.SIGUSR1) as received:
+            for number in self._options.signalled:
+                self._signalled(number)
             task_status.started()
             async for number in received:
-                if number == signal.SIGUSR1:
-                    text = "SIGUSR1: the scheduler is going to end this job; it runs on until then"
-                    self._log.line("notice", text, level="warning")
-                    continue
-                code = ExitCode.INTERRUPTED if number == signal.SIGINT else ExitCode.TERMINATED
-                self._inbox.put(StopAsked(int(code), f"{signal.Signals(number).name} to the controller"))
+                self._signalled(number)
+
+    def _signalled(self, number: int) -> None:
+        if number == signal.SIGUSR1:
+            text = "SIGUSR1: the scheduler is going to end this job; it runs on until then"
+            self._log.line("notice", text, level="warning")
+            return
+        name = signal.Signals(number)
+        self._inbox.put(StopAsked(int(STOPS[name]), f"{name.name} to the controller"))
 
     # ---- the loop ---------------------------------------------------------------------------------------------
 
@@ -367,6 +383,9 @@ class Controller:
                 for item in self._inbox.take():
                     self._understand(item)
                 self._send_due()
+        body = encode_body(Acknowledge())
+        for peer in self._peers.owed(float("inf")):
+            self._send(peer, 0, body)  # an agent waits a while for that before it leaves
 
 
 def attempt_number(directory: RunDirectory, environ: Callable[[str], str | None]) -> int:

@@ -75,6 +75,11 @@ def test_links_and_paths_lead_somewhere(page: Path) -> None:
     assert missing + [path for path in known if not (ROOT / path).exists()] == []
 
 
+def test_the_batch_script_is_shown_as_it_is() -> None:
+    script = (ROOT / "examples" / "slurm" / "job.sbatch").read_text()
+    assert f"```bash\n{script}```\n" in (ROOT / "docs" / "slurm.md").read_text()
+
+
 @pytest.mark.fault
 def test_the_example_of_the_readme_runs(tmp_path: Path) -> None:
     (example,) = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)

@@ -90,9 +90,13 @@ class RoundAbort:
 
 def _nccl_steps() -> list[Hook]:
     """NCCL's abort, through nvidia-resiliency-ext, where CUDA is in use and process groups exist."""
-    torch = sys.modules.get("torch")
-    distributed = sys.modules.get("torch.distributed")
-    if torch is None or distributed is None or not torch.cuda.is_initialized():
+    # A module that is still being imported is in sys.modules already, without most of its contents.
+    cuda = getattr(sys.modules.get("torch"), "cuda", None)
+    distributed: Any = sys.modules.get("torch.distributed")
+    if not hasattr(cuda, "is_initialized") or not hasattr(distributed, "is_initialized"):
+        return []
+    assert cuda is not None
+    if not cuda.is_initialized():
         return []
     if not distributed.is_available() or not distributed.is_initialized():
         return []

@@ -111,7 +111,7 @@ class Flight:
 
     def deliver(self, frame: FrameType | None) -> None:
         """By the signal handler: raise the interrupt in `frame`, if this is the time for it."""
-        if self.wanted is None or not self.inside or self.depth:
+        if self.wanted is None or not self.inside or self.depth or _is_importing(frame):
             return
         now = monotonic()
         if not self._raised_at:
@@ -140,6 +140,15 @@ def _being_handled(error: BaseException | None) -> bool:
         if isinstance(error, RoundInterrupted):
             return True
         error = error.__context__
+    return False
+
+
+def _is_importing(frame: FrameType | None) -> bool:
+    """Whether an import is under way: one that is cut short cannot always be repeated (torch's cannot). The signal is."""
+    while frame is not None:
+        if frame.f_code.co_filename == "<frozen importlib._bootstrap>":
+            return True
+        frame = frame.f_back
     return False
 
 

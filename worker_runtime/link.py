@@ -18,6 +18,7 @@ import select
 import socket
 import sys
 import threading
+import traceback
 from collections.abc import Callable
 from time import monotonic, monotonic_ns
 from typing import TYPE_CHECKING, Union
@@ -137,6 +138,14 @@ class Link:
     # ---- the runtime thread ---------------------------------------------------------------------------------
 
     def _run(self) -> None:
+        try:
+            self._serve()
+        except BaseException as error:
+            # Without this thread the rank would hear nothing any more, and wait for ever.
+            self.note("error", f"the runtime's thread failed, a defect of perdure: {traceback.format_exc()}")
+            self._leave(f"the runtime's thread failed: {type(error).__name__}: {error}")
+
+    def _serve(self) -> None:
         poll = select.poll()
         poll.register(self._socket, select.POLLIN)
         poll.register(self._bell, select.POLLIN)

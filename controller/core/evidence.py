@@ -156,6 +156,8 @@ class Evidence:
         if not round.add(fault, rank, answered):
             return
         self._tell_fault(record, fault, rank)
+        if fault.peer_error:
+            job.hurry_links()
         if job.phase in (JobPhase.RUNNING, JobPhase.COMPLETING):
             job.abort()
 

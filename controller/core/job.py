@@ -176,7 +176,11 @@ class Job:
     def _rearm(self) -> None:
         """The clock may be another machine's: every running deadline starts anew."""
         settings = self.settings
-        if self.phase is not JobPhase.ENDED and any(not a.lost for a in self.roster.agents.values()):
+        ending = self.phase in (
+            JobPhase.STOPPING,
+            JobPhase.ENDED,
+        )  # agents that have ended their ranks do not come back
+        if not ending and any(not a.lost for a in self.roster.agents.values()):
             self._await_agents()
         if self.phase is JobPhase.RUNNING and self._present_round().times.entered is None:
             self.arm("entry", settings.barrier_timeout)
@@ -232,6 +236,8 @@ class Job:
         if agent is None or agent.lost or not agent.attached:
             return
         agent.attached = False
+        if self.phase in (JobPhase.STOPPING, JobPhase.ENDED) and not agent.busy:
+            return  # it has ended its ranks and left, as it should
         grace = self.settings.last_call_wait
         if self.round and any(finding.fault.peer_error for finding in self.round.findings.values()):
             grace = min(grace, LINK_GRACE_WITH_PEER_ERRORS_S)
@@ -242,6 +248,13 @@ class Job:
             host=agent.host,
             level="warning",
         )
+
+    def hurry_links(self) -> None:
+        """Ranks see broken connections: a lost connection to an agent is hardly a hiccup of the network."""
+        soon = self.now + LINK_GRACE_WITH_PEER_ERRORS_S
+        for name, at in self.timers.items():
+            if name.startswith(LINK):
+                self.timers[name] = min(at, soon)
 
     def _silent(self, event: Silent) -> None:
         agent = self.roster.agents.get(event.agent)

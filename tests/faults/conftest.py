@@ -28,7 +28,10 @@ def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestR
 
 @pytest.fixture
 def launch(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Callable[..., Job]]:
-    """Starts jobs: `launch(source, nproc=3, **knobs)`, see `Job`. When a test has passed, nothing of them may be left."""
+    """Starts jobs: `launch(source, nproc=3, **knobs)`, see `Job`.
+
+    When a test has passed, nothing of them may be left.
+    """
     jobs: list[Job] = []
 
     def start(source: str = "run()", **options: Any) -> Job:

@@ -1,4 +1,4 @@
-"""A real job for a test: `perdure run` (and `perdure controller`) as processes, with faults made from outside or inside.
+"""A real job for a test: `perdure run` and `perdure controller` as processes, with faults made from outside or inside.
 
     job = launch("run(fault)", nproc=3)      # a fixture; see conftest.py. The source is a trainer, see trainer_kit.py
     before = job.wait_round(0)               # rank -> process, once all ranks are inside the training function
@@ -7,8 +7,8 @@
     assert job.survivors(before, after, dead={1}) == 2
     assert job.finish() == 0
 
-Nothing here sleeps for the sake of an order of events: every wait is for a condition and has a deadline, and says what the
-job's log says when it fails. When a test is over, the fixture demands that nothing of the job is left anywhere.
+Nothing here sleeps for the sake of an order of events: every wait is for a condition and has a deadline, and says what
+the job's log says when it fails. When a test is over, the fixture demands that nothing of the job is left anywhere.
 """
 
 import json
@@ -106,8 +106,8 @@ class Job:
     ) -> None:
         """nodes: one agent with `nproc` ranks on each; with more than one the controller is a process of its own.
 
-        knobs: of the configuration; None leaves one of `KNOBS` at perdure's default. prefix: a command that starts the agent;
-        prefixes: the same by name of a node, or "controller". host: where a controller of its own listens.
+        knobs: of the configuration; None leaves one of `KNOBS` at perdure's default. prefix: a command that starts the
+        agent; prefixes: the same by name of a node, or "controller". host: where a controller of its own listens.
         """
         self.folder = folder
         self.run_dir = folder / "run"

@@ -136,11 +136,11 @@ def test_after_the_release(launch: Callable[..., Job]) -> None:
 
 
 def test_while_stopping(launch: Callable[..., Job]) -> None:
-    """The job was told to end, and a rank holds it up."""
+    """The job was told to end, and a rank on each node holds it up."""
     job = launch(
         """
         def fault(round, step):
-            if round.rank == 1:
+            if round.rank % 2:
                 with round.atomic():
                     tell("slow", round)
                     wait_said("unwind", round)
@@ -150,7 +150,8 @@ def test_while_stopping(launch: Callable[..., Job]) -> None:
         **TWO,
     )
     job.wait_round(0)
-    job.wait_event("slow")
+    for rank in (1, 3):
+        job.wait_event("slow", rank=rank)
     job.agents["n0"].send_signal(signal.SIGTERM)
     crash_controller(job, "stopping")
     job.say("unwind")

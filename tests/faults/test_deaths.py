@@ -6,10 +6,11 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from .harness import Event, Job, Seats
-from .processes import lives
 
 from perdure.worker_runtime.agent.oom import count_file
+
+from .harness import Event, Job, Seats
+from .processes import lives
 
 
 def started(job: Job, slot: str, life: int = 1) -> Event:

@@ -4,6 +4,7 @@ import signal
 from collections.abc import Callable
 
 import pytest
+
 from .harness import HANGS, Job, Seats
 
 LOCK = """
@@ -37,6 +38,46 @@ def test_a_frozen_rank_is_killed_and_replaced(launch: Callable[..., Job], rank: 
     story = job.wait_log("recovered")
     assert (story["rank"], story["kind"]) == (rank, "soft_hang")
     assert "hard_timeout=2" in job.wait_log("killed")["text"]
+
+
+def test_a_rank_that_was_frozen_and_goes_on_is_kept(launch: Callable[..., Job]) -> None:
+    """Between soft_timeout and hard_timeout: its round is lost, its process is not."""
+    job = launch(soft_timeout=1, hard_timeout=15)
+    before = job.wait_round(0)
+    job.kill(before[1], signal.SIGSTOP)
+    job.wait_log("fault", "no progress")
+    job.kill(before[1], signal.SIGCONT)
+    after = job.wait_round(1)
+    assert job.survivors(before, after) == 3
+    assert job.finish() == 0
+    job.assert_rounds(2)
+
+
+def test_a_pause_suspends_judgement_and_ends(launch: Callable[..., Job]) -> None:
+    """In the pause the rank is silent for longer than hard_timeout; after another one it hangs."""
+    job = launch(
+        """
+        def fault(round, step):
+            if (round.index, round.rank) == (0, 1):
+                if step == 5:
+                    with round.pause(max=20):
+                        time.sleep(2.5)
+                    tell("back", round)
+                if step == 6:
+                    with round.pause(max=0.5):
+                        time.sleep(1000)
+        run(fault)
+        """,
+        **HANGS,
+    )
+    before = job.wait_round(0)
+    job.wait_event("back", round=0)
+    assert job.log("fault") == []
+    after = job.wait_round(1)
+    assert job.survivors(before, after) == 3
+    assert job.finish() == 0
+    job.assert_rounds(2)
+    assert job.wait_log("recovered")["rank"] == 1
 
 
 def test_a_python_livelock_is_left_in_place(launch: Callable[..., Job]) -> None:

@@ -37,7 +37,8 @@ def assert_flat(before: dict[str, Usage], after: dict[str, Usage], grown_mb: flo
 
 
 def test_fifty_rounds_leave_nothing_in_ranks_agent_and_controller(launch: Callable[..., Job]) -> None:
-    source = MANY.replace("FAULT", 'raise ValueError("boom")') + "run(fault, gloo=True)\n"
+    lost = 'ballast = bytearray(b"x") * (8 << 20); raise ValueError("boom")'  # frames must not keep what they held
+    source = MANY.replace("FAULT", lost) + "run(fault, gloo=True)\n"
     job = launch(source.replace("ROUNDS", "50"), nproc=2, respawn=False)
     before = job.wait_round(0)
     early, late = measure(job, 5), measure(job, 50)

@@ -5,6 +5,7 @@ import signal
 from collections.abc import Callable
 
 import pytest
+
 from .harness import Job
 
 UNWIND = """
@@ -185,7 +186,7 @@ def test_rank_0_raises_before_it_connects(launch: Callable[..., Job]) -> None:
 
 
 def test_a_rank_dies_on_its_way_into_the_round(launch: Callable[..., Job]) -> None:
-    """Frozen at the gate, so that it is told to enter and cannot; then killed. Its peers are in the function already."""
+    """It is told to enter, and dies before it has; its peers are in the function already."""
     job = launch("""
         def fault(round, step):
             if (round.index, round.rank, step) == (0, 1, 5):

@@ -16,6 +16,10 @@ from .processes import is_zombie, lives, processes_with
 CODES = {signal.SIGINT: 130, signal.SIGTERM: 143, signal.SIGHUP: 129}
 
 
+OF_PYTHON = "Failed to import the site module"
+"""What the interpreter says of a SIGINT while it starts, before it has run a line of ours; its code is 1 then."""
+
+
 def end_of(job: Job, deadline_s: float = 15) -> set[int]:
     """The exit codes of all processes, as a shell shows them: one that died of a signal has 128 + its number."""
     job.wait_for(lambda: all(p.poll() is not None for p in job.processes()), "the end of the job", deadline_s)
@@ -23,16 +27,15 @@ def end_of(job: Job, deadline_s: float = 15) -> set[int]:
 
 
 def assert_quiet(job: Job) -> None:
-    """No storm: at most one traceback, which a KeyboardInterrupt before the first line of ours may leave."""
     for name in ("controller", *job.nodes):
         said = job.output(name)
+        assert "Traceback" not in said, said
         assert "ExceptionGroup" not in said, said
-        assert said.count("Traceback") == 0, said
 
 
 RANDOM = random.Random(20261130)
 MOMENTS = [0.0, 0.02, 0.05, *sorted(round(RANDOM.uniform(0.08, 1.6), 3) for _ in range(7))]
-"""Seconds after the start: at the first ones the interpreter is not up yet, at the last ones the job has long been running."""
+"""Seconds after the start: at the first the interpreter is not up yet, at the last the job has long been running."""
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
@@ -41,8 +44,10 @@ def test_at_any_moment_of_a_jobs_life(launch: Callable[..., Job], number: signal
     job = launch(nproc=2)
     time.sleep(moment)
     job.agents["n0"].send_signal(number)
-    assert end_of(job) == {CODES[number]}
-    assert_quiet(job)
+    codes = end_of(job)
+    if codes != {1} or OF_PYTHON not in job.output():
+        assert codes == {CODES[number]}
+        assert_quiet(job)
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])

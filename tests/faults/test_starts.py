@@ -4,7 +4,10 @@ import signal
 from collections.abc import Callable
 
 import pytest
+
 from .harness import HANGS, Job
+
+QUICK_BARRIER: dict[str, object] = {**HANGS, "heartbeat_timeout": 5, "barrier_timeout": 6}
 
 
 def test_a_process_that_hangs_before_the_gate_is_killed_and_started_again(launch: Callable[..., Job]) -> None:
@@ -28,9 +31,7 @@ def test_a_process_that_hangs_before_the_gate_is_killed_and_started_again(launch
 
 def test_a_frozen_reserve_is_found_when_it_is_needed(launch: Callable[..., Job]) -> None:
     """Nobody judges a reserve while it waits. Given a seat it never enters, and costs one round and itself."""
-    job = launch(
-        'tell("started")\nrun()', nproc=3, active_world_size=2, **{**HANGS, "heartbeat_timeout": 2}, barrier_timeout=2.5
-    )
+    job = launch('tell("started")\nrun()', nproc=3, active_world_size=2, **QUICK_BARRIER)
     before = job.wait_round(0)
     (reserve,) = {each.key for each in job.events("started")} - {each.key for each in before.values()}
     (frozen,) = [each for each in job.events("started") if each.key == reserve]
@@ -70,7 +71,7 @@ train()
 def test_a_rank_that_fails_its_health_check_leaves_and_is_replaced(launch: Callable[..., Job], leaving_s: int) -> None:
     """If it does not leave, it is killed after barrier_timeout."""
     source = UNFIT.replace("LEAVING_S", str(leaving_s))
-    job = launch(source, **{**HANGS, "heartbeat_timeout": 2}, barrier_timeout=2.5)
+    job = launch(source, **QUICK_BARRIER)
     before = job.wait_round(0)
     job.say("all")
     after = job.wait_round(1)
@@ -109,7 +110,7 @@ def test_a_finalize_hook_that_fails_costs_its_process(launch: Callable[..., Job]
 
 
 def test_children_of_a_rank_may_come_and_die(launch: Callable[..., Job]) -> None:
-    """Forked workers, as a data loader makes them: their deaths are none of the rank's, and they leave with the round."""
+    """Forked workers, as a data loader makes them: their deaths are none of the rank's."""
     job = launch("""
         def fault(round, step):
             if step == 3:

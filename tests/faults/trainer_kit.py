@@ -1,10 +1,11 @@
 """What the trainers of these tests are made of. They import this file; the tests do not.
 
-A trainer appends what happens to it to one file of events, each a line of JSON with its process, slot, round and rank and
-the monotonic clock, and it trains until the test releases it. So a test decides by what it sees, never by how long
+A trainer appends what happens to it to one file of events, each a line of JSON with its process, slot, round and rank
+and the monotonic clock, and it trains until the test releases it. So a test decides by what it sees, never by how long
 something takes.
 """
 
+import importlib
 import json
 import os
 import time
@@ -71,13 +72,13 @@ def run(
 ) -> None:
     """Train in a resilient function until the test says `release`.
 
-    enter: called first in each round. fault: called in every step, with the number of the step in its round, from 1 on.
-    leave: called before the function returns. gloo: every step is an all_reduce. together: no rank begins its first step
-    before all are inside the function.
+    enter: called first in each round. fault: called in every step, with the number of the step in its round, from 1.
+    leave: called before the function returns. gloo: every step is an all_reduce. together: no rank begins its first
+    step before all are inside the function.
     """
 
     if gloo:
-        import torch.distributed  # before the gate, as trainers do
+        importlib.import_module("torch.distributed")  # before the gate, as trainers do
 
     @perdure.resilient
     def train(round: perdure.Round) -> None:

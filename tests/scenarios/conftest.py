@@ -1,4 +1,4 @@
-"""`pytest tests/scenarios --rewrite-scenarios` writes down what is played now; read the difference before keeping it."""
+"""`pytest tests/scenarios --rewrite-scenarios` keeps what is played now as what is expected; read the difference."""
 
 import pytest
 
@@ -9,4 +9,5 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 @pytest.fixture
 def rewrite(request: pytest.FixtureRequest) -> bool:
-    return bool(request.config.getoption("--rewrite-scenarios"))
+    # The option is not there when pytest starts in another folder than this one.
+    return bool(request.config.getoption("--rewrite-scenarios", default=False))

@@ -32,7 +32,7 @@ def test_scenario(name: str, rewrite: bool) -> None:
     if rewrite:
         path.write_text(now)
     else:
-        assert now == before, f"{name} reads otherwise now; if that is right: pytest tests/scenarios --rewrite-scenarios"
+        assert now == before, "it reads otherwise now; if that is right: pytest tests/scenarios --rewrite-scenarios"
 
 
 def test_there_are_scenarios() -> None:

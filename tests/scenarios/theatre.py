@@ -1,6 +1,7 @@
 """Plays a scenario: commands in, the job's log out. The same commands always give the same text.
 
-A scenario file holds blocks: commands, a line `----`, and what came of them up to the next empty line. `#` begins a comment.
+A scenario file holds blocks: commands, a line `----`, and what came of them up to the next empty line. `#` begins a
+comment.
 
     job [agents=2] [slots=2] [KNOB=VALUE ...]   a job, and time until all its ranks run
     raise SLOT [ERROR]     the function raises            kill SLOT          SIGKILL
@@ -16,6 +17,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import msgspec
+
 from perdure.protocol.knobs import KNOBS, parse
 from perdure.protocol.settings import Settings
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from perdure.protocol.codec import decode_from_agent, decode_from_controller, encode_body, pack, unpack
@@ -254,5 +255,5 @@ class SimAgent:
             assert self.machine.directive is before[0], f"{self} obeyed incarnation {incarnation} after {before[1]}"
 
 
-def rank_killer(rank: SimRank):  # noqa: ANN201 - a call for the heap
+def rank_killer(rank: SimRank) -> Callable[[], None]:
     return lambda: rank.die(-9)

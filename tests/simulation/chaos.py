@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from random import Random
+
+from .agents import SimAgent
 from .network import Weather
 from .ranks import Hang, SimRank
 from .world import World, settings_with
@@ -12,8 +16,6 @@ END_WITHIN_S = 400.0
 def draw_world(seed: int, *, tracing: bool = False) -> World:
     """A small job: one to four nodes, with or without reserves, budgets, respawn, a second function."""
     world_seed = seed * 7919 + 1
-    from random import Random
-
     chance = Random(world_seed)
     per_node = chance.choice((1, 1, 2))
     layout = [chance.randint(1, 3)] * (chance.randint(1, 3) * per_node)
@@ -32,7 +34,7 @@ def draw_world(seed: int, *, tracing: bool = False) -> World:
         settings,
         per_node=per_node,
         functions=functions,
-        function_s=chance.uniform(2.0, 15.0),
+        function_s=chance.choice((0.001, chance.uniform(2.0, 15.0), chance.uniform(2.0, 15.0))),
         tracing=tracing,
     )
 
@@ -44,40 +46,51 @@ def misfortune(world: World) -> None:
     if not ranks or not agents or world.over:
         return
     rank, agent = chance.choice(ranks), chance.choice(agents)
-    what = chance.choices(range(12), weights=(4, 4, 2, 1, 2, 2, 2, 3, 2, 1, 3, 0.1))[0]
-    match what:
-        case 0:
-            rank.raise_error(chance.choice(("ValueError", "RuntimeError", "KeyError")))
-        case 1:
-            world.clock.say("fault", f"SIGKILL {rank}")
-            rank.die(-9)
-        case 2:
-            rank.leave(chance.choice((1, 3, 0, 75)) if chance.random() < 0.3 else 1)
-        case 3:
-            for each in ranks:
-                each.raise_error("OSError")
-        case 4 | 5:
-            kind = chance.choice(list(Hang))
-            world.clock.say("fault", f"{rank} hangs: {kind.value}")
-            rank.hang_up(kind)
-        case 6:
-            slow_down(world, rank)
-        case 7:
-            world.cut(agent)
-        case 8:
-            world.part(agent, chance.uniform(0.5, 15.0))
-        case 9:
-            world.kill_agent(agent, chance.choice((None, 0.2, 1.0, 8.0)))
-        case 10:
-            world.crash_controller(chance.uniform(0.1, 8.0))
-        case _:
-            agent.stop(143, "SIGTERM")
+    deeds, weights = zip(*MISFORTUNES, strict=True)
+    chance.choices(deeds, weights)[0](world, rank, agent)
+
+
+def mass_error(world: World) -> None:
+    for rank in world.ranks():
+        rank.raise_error("OSError")
+
+
+def hang(world: World, rank: SimRank) -> None:
+    kind = world.clock.chance.choice(list(Hang))
+    world.clock.say("fault", f"{rank} hangs: {kind.value}")
+    rank.hang_up(kind)
+
+
+def sigkill(world: World, rank: SimRank) -> None:
+    world.clock.say("fault", f"SIGKILL {rank}")
+    rank.die(-9)
+
+
+def leave(world: World, rank: SimRank) -> None:
+    chance = world.clock.chance
+    rank.leave(chance.choice((1, 3, 0, 75)) if chance.random() < 0.3 else 1)
 
 
 def slow_down(world: World, rank: SimRank) -> None:
     rank.slow_s = world.clock.chance.choice((0.5, 5.0, 30.0))
     rank.sick = rank.sick or rank.slow_s > world.settings.barrier_timeout
     world.clock.say("fault", f"{rank} takes {rank.slow_s} s to unwind")
+
+
+MISFORTUNES: list[tuple[Callable[[World, SimRank, SimAgent], None], float]] = [
+    (lambda world, rank, agent: rank.raise_error(world.clock.chance.choice(("ValueError", "RuntimeError"))), 4),
+    (lambda world, rank, agent: sigkill(world, rank), 4),
+    (lambda world, rank, agent: leave(world, rank), 2),
+    (lambda world, rank, agent: mass_error(world), 1),
+    (lambda world, rank, agent: hang(world, rank), 4),
+    (lambda world, rank, agent: slow_down(world, rank), 2),
+    (lambda world, rank, agent: world.cut(agent), 3),
+    (lambda world, rank, agent: world.part(agent, world.clock.chance.uniform(0.5, 15.0)), 2),
+    (lambda world, rank, agent: world.kill_agent(agent, world.clock.chance.choice((None, 0.2, 1.0, 8.0))), 1),
+    (lambda world, rank, agent: world.crash_controller(world.clock.chance.uniform(0.1, 8.0)), 3),
+    (lambda world, rank, agent: agent.stop(143, "SIGTERM"), 0.1),
+]
+"""What may go wrong, and how often compared with the others."""
 
 
 def run_seed(seed: int, *, tracing: bool = False) -> World:
@@ -88,10 +101,13 @@ def run_seed(seed: int, *, tracing: bool = False) -> World:
         if chance.random() < 0.5:
             world.weather = Weather(lost=0.03, doubled=0.03, late=0.03)
         world.crash_chance = chance.choice((0.0, 0.0, 0.003, 0.02))
+        world.early_trouble = chance.choice((0.0, 0.3))
+        world.trouble = lambda: misfortune(world)
         world.run(chance.uniform(0.0, 6.0))
         for _ in range(chance.randint(1, 25)):
             misfortune(world)
             world.run(chance.choice((0.0, 0.001, 0.05, 0.5, 3.0, 8.0)))
+        world.run(chance.choice((0.0, 60.0)))  # the end itself may fall into bad times, too
         world.run_to_the_end(END_WITHIN_S)
     except AssertionError as error:
         command = f"python -m tests.simulation.run_seed {seed}"

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import msgspec
+
 from perdure.controller.core.commands import Accept, Command, Direct, Finished, Refuse, Tell
 from perdure.controller.core.events import Attached, Entry, Event, LinkLost, Opened, Reported, Silent, StopAsked, Tick
 from perdure.controller.core.job import Job

@@ -42,6 +42,7 @@ def check_plan(world: World) -> None:
     ), "one process in two seats"
     assert round.index == world.last_round + 1, f"round {round.index} after round {world.last_round}"
     world.last_round = round.index
+    world.round_began()
     settings = world.settings
     assert settings.min_world_size <= round.size, f"a world of {round.size}"
     assert round.size % settings.world_size_multiple_of == 0, f"a world of {round.size}"
@@ -63,20 +64,27 @@ def check_budget(world: World) -> None:
 
 
 def check_entered(world: World, entering: SimRank) -> None:
-    """A process runs the function: nobody may run an earlier round, except who is out of the controller's reach."""
+    """A process runs the function: in the present round, as everybody else, but for who is out of reach."""
     job = world.controller.job
+    if stands_by_the_job(world, entering.agent, entering):
+        assert job.round is not None
+        assert entering.round == job.round.index, f"{entering} runs round {entering.round}, the job {job.round.index}"
+        assert entering.done == job.completed, f"{entering} runs function {entering.done}, the job {job.completed}"
     for agent in world.agents:
-        record = job.roster.agents.get(agent.name)
-        if not agent.alive or record is None or record.process != agent.process or record.lost:
-            continue
-        for rank in agent.ranks.values():
-            if rank.place.value != "inside" or rank.round >= entering.round:
-                continue
-            slot = record.slots.get(rank.slot)
-            assert slot is not None
-            assert not slot.alive or slot.state.life < rank.life or was_lost(world, agent), (
-                f"{entering} runs round {entering.round} while {rank} still runs round {rank.round}"
-            )
+        for rank in agent.ranks.values() if agent.alive else ():
+            if rank.place.value == "inside" and rank.round < entering.round:
+                assert not stands_by_the_job(world, agent, rank), (
+                    f"{entering} runs round {entering.round} while {rank} still runs round {rank.round}"
+                )
+
+
+def stands_by_the_job(world: World, agent: SimAgent, rank: SimRank) -> bool:
+    """Whether the controller counts on this process: it has never given up its agent, nor condemned it."""
+    record = world.controller.job.roster.agents.get(agent.name)
+    if record is None or record.process != agent.process or record.lost or was_lost(world, agent):
+        return False
+    slot = record.slots.get(rank.slot)
+    return slot is not None and slot.alive and slot.state.life == rank.life
 
 
 def was_lost(world: World, agent: SimAgent) -> bool:

@@ -1,7 +1,7 @@
 """A network between agents and the controller that loses, doubles, reorders, delays, breaks and parts.
 
-As with TCP, nothing of an earlier connection arrives in a later one. Within a connection everything may happen to a frame:
-that is harsher than TCP, but a full queue does lose frames, and what is above must not count on more.
+As with TCP, nothing of an earlier connection arrives in a later one. Within a connection everything may happen to a
+frame: that is harsher than TCP, but a full queue does lose frames, and what is above must not count on more.
 """
 
 from __future__ import annotations

@@ -63,6 +63,7 @@ class SimRank:
         self.sick = False
         self.slow_s = 0.002
         self.functions = agent.world.functions
+        self.done = 0
         self._entered_at = 0.0
         self._first_step = 0
         self._left: int | None = None
@@ -175,6 +176,7 @@ class SimRank:
     def _own_code(self) -> None:
         """What the trainer does after the decorator returned: another resilient function, or the end."""
         self.functions -= 1
+        self.done += 1
         if not self.alive:
             return
         if self.functions > 0 and not self.agent.world.over:

@@ -1,4 +1,4 @@
-"""Many whole jobs, each with misfortunes drawn from its seed. A seed that fails prints its story and how to see it again."""
+"""Many whole jobs, each with misfortunes drawn from its seed. A seed that fails prints its story and how to replay it."""
 
 import os
 
@@ -27,7 +27,7 @@ def test_a_seed_is_a_script() -> None:
 
 
 def test_the_seeds_are_worth_their_time() -> None:
-    """They must reach what they are meant to prove: restarts, budgets, shrunk worlds, second functions, lost controllers."""
+    """They must reach what they are meant to prove: restarts, budgets, shrunk worlds, lost controllers."""
     worlds = [run_seed(seed) for seed in range(150)]
     ends = {world.controller.job.code for world in worlds}
     assert {0, 90, 91} <= ends

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import msgspec
+
 from perdure.controller.core.rounds import JobPhase
 from perdure.protocol.names import AgentName
 from perdure.protocol.settings import Settings
@@ -52,6 +53,9 @@ class World:
         self.functions = functions
         self.weather = Weather()
         self.crash_chance = 0.0
+        self.early_trouble = 0.0
+        """How often something goes wrong in the very moments in which a round begins."""
+        self.trouble: Callable[[], None] = lambda: None
         self.furthest_step = 0
         self.last_round = -1
         self.rank_faults = 0
@@ -72,6 +76,10 @@ class World:
     def function_s(self, index: int) -> float:
         return self._function_s + 0.01 * (index % 7) + self.clock.chance.uniform(0.0, 0.1)
 
+    def round_began(self) -> None:
+        if self.clock.chance.random() < self.early_trouble:
+            self.clock.after(self.clock.chance.uniform(0.0, 0.01), self.trouble)
+
     def entered(self, rank: SimRank) -> None:
         self.clock.say(rank, f"runs round {rank.round} as rank {rank.rank}")
         check_entered(self, rank)
@@ -79,9 +87,9 @@ class World:
     def broken(self, rank: SimRank) -> None:
         """A rank left its round in the middle: some of its peers see a broken connection."""
         for other in self.ranks():
-            if other is not rank and other.place is Place.INSIDE and other.round == rank.round:
-                if self.clock.chance.random() < 0.5:
-                    self.clock.after(self.clock.chance.uniform(0.001, 0.05), peer_error(other, rank.round))
+            beside = other is not rank and other.place is Place.INSIDE and other.round == rank.round
+            if beside and self.clock.chance.random() < 0.5:
+                self.clock.after(self.clock.chance.uniform(0.001, 0.05), peer_error(other, rank.round))
 
     def ranks(self) -> list[SimRank]:
         return [rank for agent in self.agents if agent.alive for rank in agent.ranks.values() if rank.alive]
@@ -154,7 +162,7 @@ class World:
     def calm(self) -> None:
         """No more faults from here on."""
         self.weather.lost = self.weather.doubled = self.weather.late = 0.0
-        self.crash_chance = 0.0
+        self.crash_chance = self.early_trouble = 0.0
 
     def run_to_the_end(self, limit_s: float) -> None:
         """Liveness: once faults have stopped, the job ends in bounded time, and nothing is left of it."""
@@ -167,10 +175,10 @@ class World:
         assert self.controller.finished is not None, (
             f"{limit_s:g} s after the last fault the job is {job.phase.value}, "
             f"round {job.round.index if job.round else None}, timers {job.timers}, "
-            f"slots {[record for record in job.roster.slots()]}"
+            f"slots {list(job.roster.slots())}"
         )
         assert self.controller.finished.reason
-        left = [agent for agent in self.living()]
+        left = self.living()
         assert not left, (
             f"still there: {left} with {[a.ranks for a in left]}, told {[a.machine.directive for a in left]}"
         )
@@ -179,7 +187,7 @@ class World:
         return "\n".join(self.clock.trace)
 
 
-def peer_error(rank: SimRank, index: int):  # noqa: ANN201 - a call for the heap
+def peer_error(rank: SimRank, index: int) -> Callable[[], None]:
     def see() -> None:
         if rank.round == index:
             rank.raise_error("DistBackendError", peer_error=True)

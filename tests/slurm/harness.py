@@ -11,6 +11,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from perdure.protocol.names import start_time
+
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = ROOT / "examples" / "slurm" / "job.sbatch"
 TRAINER = Path(__file__).with_name("trainer.py")
@@ -144,7 +146,8 @@ class SlurmJob:
 
 
 def processes(**variables: str) -> Iterator[int]:
-    """Living processes with these environment variables."""
+    """Living processes of this cluster with these environment variables."""
+    variables["SLURM_CONF"] = os.environ["SLURM_CONF"]
     wanted = {f"{name}={value}".encode() for name, value in variables.items()}
     for folder in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):
@@ -156,7 +159,7 @@ def processes(**variables: str) -> Iterator[int]:
 
 def node_daemon(node: str) -> int | None:
     """The pid of the slurmd that plays `node`, if it runs on this machine."""
-    for pid in processes(SLURM_CONF=os.environ["SLURM_CONF"]):
+    for pid in processes():
         with suppress(OSError):
             words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
             if words[0].endswith(b"slurmd") and words[1:3] == [b"-N", node.encode()]:
@@ -174,13 +177,18 @@ def step_daemon(pid: int) -> int | None:
 
 
 def kill_node(node: str) -> None:
-    """Everything that runs on a node stops at one instant, and is dead."""
+    """Everything that runs on a node stops at one instant, and is dead.
+
+    Parents are stopped first, so that none sees a child of its stop, and killed last: the kernel wakes stopped children
+    that are orphaned.
+    """
     daemon = node_daemon(node)
     assert daemon is not None, f"slurmd -N {node} does not run here"
-    tasks = list(processes(SLURMD_NODENAME=node, SLURM_CONF=os.environ["SLURM_CONF"]))
+    tasks = sorted(processes(SLURMD_NODENAME=node), key=lambda pid: (start_time(pid) or 0, pid))
     parents = {parent for pid in tasks if (parent := step_daemon(pid)) is not None}
-    for number in (signal.SIGSTOP, signal.SIGKILL):
-        for pid in (daemon, *parents, *tasks):
+    family = [daemon, *parents, *tasks]
+    for number, pids in ((signal.SIGSTOP, family), (signal.SIGKILL, reversed(family))):
+        for pid in pids:
             with suppress(ProcessLookupError):
                 os.kill(pid, number)
 

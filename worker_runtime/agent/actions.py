@@ -27,11 +27,12 @@ class Say:
 
 @dataclass(frozen=True, slots=True)
 class KillProcess:
-    """SIGCONT, SIGTERM, grace, SIGKILL, for the process in `slot` and everything it started."""
+    """SIGCONT, SIGTERM, grace, SIGKILL, for the process in `slot` and everything it started. at_once: only SIGKILL."""
 
     slot: Slot
     life: int
     why: str
+    at_once: bool = False
 
 
 @dataclass(frozen=True, slots=True)

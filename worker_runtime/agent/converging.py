@@ -34,7 +34,7 @@ def converge(local: LocalSlot, order: Directive, job: str) -> list[Action]:
 
 
 def _is_through(local: LocalSlot, order: Directive) -> bool:
-    """Whether its process is done with a function: it returned in the completed round, or the job is already further."""
+    """Whether its process is done with a function: it returned in the completed round, or the job is further."""
     if local.state.functions >= order.completed:
         return False
     if local.stage is Stage.RETURNED:
@@ -89,8 +89,8 @@ def _enter(local: LocalSlot, seat: Seat, order: Directive, job: str) -> Enter:
 
 
 def _finish(local: LocalSlot, order: Directive) -> list[Action]:
-    if local.finish_told:
-        return []
+    if local.finish_told or not local.state.pid:
+        return []  # a process that is still to be started is told when it is there
     local.finish_told = True
     local.look_at = None
     return [Say(local.slot, local.life, Finish(order.code, order.cause))]

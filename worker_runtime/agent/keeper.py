@@ -27,16 +27,20 @@ async def keep_controller(
     command: Sequence[str],
     log: Callable[[str], None],
     refused: Callable[[int], None],
+    farewell: Callable[[], int | None],
     *,
     task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED,
 ) -> None:
-    """Run `command` until it ends by itself. `refused` is called with its code if it ends before the job has."""
+    """Run `command` until it ends by itself. `refused` is called with its code if it ends before the job has.
+
+    farewell: the signal, if any, that tells it of the end of the job, when this is cancelled.
+    """
     deaths: list[float] = []
     while True:
         pid = _start(command)
         task_status.started()
         task_status = trio.TASK_STATUS_IGNORED
-        code = await _wait(pid)
+        code = await _wait(pid, farewell)
         if code >= 0:
             refused(code)
             return
@@ -55,13 +59,17 @@ def _start(command: Sequence[str]) -> int:
     return process.pid
 
 
-async def _wait(pid: int) -> int:
+async def _wait(pid: int, farewell: Callable[[], int | None]) -> int:
     """The exit code of the controller, or minus its signal. When cancelled it is given FAREWELL_S to finish."""
     pidfd = os.pidfd_open(pid)
     try:
         try:
             await trio.lowlevel.wait_readable(pidfd)
         except trio.Cancelled:
+            number = farewell()
+            if number is not None:
+                with suppress(OSError):
+                    signal.pidfd_send_signal(pidfd, number)
             with trio.move_on_after(FAREWELL_S, shield=True):
                 await trio.lowlevel.wait_readable(pidfd)
             with suppress(OSError):

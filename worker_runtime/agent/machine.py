@@ -10,6 +10,7 @@ Rules:
 """
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 import msgspec
 
@@ -19,13 +20,16 @@ from ...protocol.messages import Directive, ExitRecord, Phase, SlotState, Stage
 from ...protocol.names import NO_ROUND, AgentName, Slot, slot_name
 from ...protocol.rank_messages import Entered, FromRank, Leaving, Note, Raised, Ready, Returned
 from ...protocol.settings import Settings
-from .actions import Action, AskStop, Leave, Spawn, Tell, Write
+from .actions import Action, AskStop, KillProcess, Leave, Spawn, Tell, Write
 from .converging import converge
 from .hang import Progress, judge
 from .local_slot import LocalSlot
 
 STOP_ANSWER_S = 5.0
 """How long the controller may take to answer a request to stop, before the agent ends its ranks by itself."""
+
+LAG_LIMIT_S = 2.0
+"""An agent that comes later than this after a deadline stood still (SIGSTOP, `scontrol suspend`, a paused machine)."""
 
 
 class AgentMachine:
@@ -42,8 +46,10 @@ class AgentMachine:
         self._indices = range(first_index, first_index + slots)
         self._actions: list[Action] = []
         self._alone_since: float | None = None
+        self._stop_asked = False
         self._stop_deadline: float | None = None
         self._kill_at: float | None = None
+        self._awake_since = 0.0
         self._left = False
 
     # ---- the face ---------------------------------------------------------------------------------------------
@@ -116,6 +122,8 @@ class AgentMachine:
         self.incarnation = max(self.incarnation, incarnation)
         self.settings = settings
         self._alone_since = None
+        if self._over and self._stop_asked:
+            self._actions.append(AskStop(self.directive.code, self.directive.cause))  # nobody else knows of it yet
         return self._done()
 
     def link_lost(self, now: float) -> list[Action]:
@@ -141,8 +149,11 @@ class AgentMachine:
 
     def stop(self, code: int, reason: str, now: float) -> list[Action]:
         """Somebody wants the job to end: once by way of the controller, the second time at once."""
-        if self._over or self._stop_deadline is not None or self._alone_since is not None:
+        again, self._stop_asked = self._stop_asked, True
+        if again or self._over or self._alone_since is not None or not self.slots:
             self._end_alone(code, reason, now)
+            if again:
+                self._kill_all_at_once()
         else:
             self._stop_deadline = now + STOP_ANSWER_S
             self._actions.append(AskStop(code, reason))
@@ -161,6 +172,9 @@ class AgentMachine:
 
     def tick(self, pages: Mapping[Slot, Progress], now: float) -> list[Action]:
         """A deadline has come. `pages` holds the progress of at least the slots that `to_judge` names."""
+        due = self.deadline()
+        if due is not None and now - due > LAG_LIMIT_S:
+            self._excuse(now - due, now)
         for local in self.slots.values():
             if local.look_at is not None and local.look_at <= now and local.slot in pages:
                 self._judge(local, pages[local.slot], now)
@@ -178,6 +192,22 @@ class AgentMachine:
                 if local.alive:
                     self._kill(local, "the job is over")
         return self._done()
+
+    def _excuse(self, gap_s: float, now: float) -> None:
+        """This agent stood still, and its ranks perhaps with it: time in which nobody looked counts against nobody."""
+        self._awake_since = now
+        for local in self.slots.values():
+            if local.stage is Stage.STARTING:
+                local.spawned += gap_s
+        if self._alone_since is not None:
+            self._alone_since += gap_s
+        text = f"this agent stood still for {gap_s:.1f} s; nobody is blamed for that"
+        self._actions.append(Write("frozen", text, "warning"))
+
+    def killing(self, slot: Slot, life: int) -> str:
+        """Why this process is being killed, empty if it is not."""
+        local = self._find(slot, life)
+        return local.killing if local is not None else ""
 
     def to_judge(self, now: float) -> list[Slot]:
         """Slots whose page must be read for `tick(now)`."""
@@ -245,19 +275,21 @@ class AgentMachine:
         hangs = fault is not None and fault.kind is FaultKind.SOFT_HANG
         leaving = local.interrupted >= local.state.round
         verdict = judge(
-            progress,
+            replace(progress, pause_until=max(progress.pause_until, self._awake_since)),
             now,
             self.settings.soft_timeout,
             self.settings.hard_timeout,
             with_ping=hangs or not leaving,
         )
-        local.look_at = None if local.killing else verdict.again_at
+        # A pause may end before its time, so the page is looked at again before the pause's end.
+        soonest = now + min(self.settings.soft_timeout, self.settings.hard_timeout)
+        local.look_at = None if local.killing else min(verdict.again_at, soonest)
         if not verdict.soft and not verdict.hard:
             return
         text = f"no progress for {verdict.stale_s:.2f} s: {progress.stuck_in(now, self.settings.soft_timeout)}"
         if self.settings.observe_only:
             self._actions.append(Write("observed", f"{text}; only observed (observe_only)", "warning", local.slot))
-            local.look_at = now + min(self.settings.soft_timeout, self.settings.hard_timeout)
+            local.look_at = soonest
             return
         if fault is None:
             limit = "soft" if verdict.soft else "hard"
@@ -319,6 +351,13 @@ class AgentMachine:
         for local in self.slots.values():
             self._converge(local, now)
         self._leave_if_over()
+
+    def _kill_all_at_once(self) -> None:
+        self._kill_at = None
+        for local in self.slots.values():
+            if local.alive:
+                local.killing = local.killing or "told to end the job twice"
+                self._actions.append(KillProcess(local.slot, local.life, "told to end the job twice", at_once=True))
 
     def _lost_text(self) -> str:
         return f"no controller for {self.settings.controller_timeout:g} s (controller_timeout)"

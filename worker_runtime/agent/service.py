@@ -17,12 +17,11 @@ import signal
 import sys
 import time
 from contextlib import suppress
-from dataclasses import dataclass, field
-from pathlib import Path
 
 import trio
 
 from ...protocol.codec import BadMessage, decode_from_rank, encode_rank
+from ...protocol.exit_codes import ExitCode
 from ...protocol.messages import (
     PROTOCOL_VERSION,
     Beat,
@@ -46,37 +45,14 @@ from .hang import Progress, stamp_interval
 from .keeper import keep_controller
 from .link import Handlers, Link
 from .machine import AgentMachine
-from .processes import RankProcess, SpawnError, finish, kill, spawn, wait_exit
+from .options import Options
+from .processes import RankProcess, SpawnError, finish, kill, kill_tree_now, spawn, wait_exit
 from .reaper import become_subreaper, reaper
 from .signals import listen_to_signals
 from .stderr_tail import Outlet
 
 DELIVERY_S = 2.0
 """How long the last reports may take to be delivered at the end."""
-
-
-@dataclass(frozen=True, slots=True)
-class Options:
-    """Who this agent is, and what it runs.
-
-    order, expected, group: see `Hello`. controller: the command of a controller to keep
-    running, empty where somebody else does that. first_index: the local index of its first slot.
-    """
-
-    job: str
-    agent: AgentName
-    node: str
-    host: str
-    order: int
-    expected: int
-    group: str
-    run_dir: Path
-    command: tuple[str, ...]
-    slots: int
-    settings: Settings
-    first_index: int = 0
-    controller: tuple[str, ...] = ()
-    environ: dict[str, str] = field(default_factory=lambda: dict(os.environ))
 
 
 class Agent:
@@ -94,10 +70,12 @@ class Agent:
             Handlers(self._hello, self._welcomed, self._directed, self._refused, self._lost, self._complain),
         )
         self._processes: dict[Slot, RankProcess] = {}
+        self._spawning: dict[Slot, trio.CancelScope] = {}
         self._outlets = self._open_outlets()
         self._fork_server: ForkServer | None = None
         self._nursery: trio.Nursery | None = None
         self._leave: Leave | None = None
+        self._told_to_end = False
         self._left = trio.Event()
         self._bell = trio.Event()
 
@@ -109,15 +87,20 @@ class Agent:
             async with trio.open_nursery() as nursery:
                 self._nursery = nursery
                 await nursery.start(reaper)
-                await nursery.start(listen_to_signals, self._asked_to_stop)
-                if self._options.controller:
+                await nursery.start(listen_to_signals, self._asked_to_stop, self._options.signalled)
+                if self._options.controller and self._leave is None:
                     await nursery.start(
-                        keep_controller, self._options.controller, self._complain, self._controller_left
+                        keep_controller,
+                        self._options.controller,
+                        self._complain,
+                        self._controller_left,
+                        self._farewell_signal,
                     )
                 nursery.start_soon(self._link.run)
                 nursery.start_soon(self._clock)
                 nursery.start_soon(self._beats)
-                self._do(self._machine.start(time.monotonic()))
+                if self._leave is None:
+                    self._do(self._machine.start(time.monotonic()))
                 await self._left.wait()
                 await self._deliver()
                 nursery.cancel_scope.cancel()
@@ -131,7 +114,7 @@ class Agent:
         """The controller should hear of the last exits."""
         self._link.acknowledge()
         with trio.move_on_after(DELIVERY_S):
-            while self._link.up and not self._link.idle:
+            while not self._link.idle and (self._link.up or self._told_to_end):
                 await self._bell.wait()
 
     def _open_outlets(self) -> tuple[Outlet, ...]:
@@ -177,21 +160,33 @@ class Agent:
             PERDURE_EMPTY_CUDA_CACHE="1" if self._machine.settings.empty_cuda_cache else "0",
         )
         server = self._fork_server if action.spare else None
+        process, record = None, ExitRecord(-signal.SIGTERM)
+        self._spawning[action.slot] = trio.CancelScope()
         try:
-            process = await spawn(
-                options.command, action.slot, action.life, env, outlets=self._outlets, fork_server=server
-            )
+            with self._spawning[action.slot]:
+                process = await spawn(
+                    options.command, action.slot, action.life, env, outlets=self._outlets, fork_server=server
+                )
         except SpawnError as error:
             self._complain(str(error))
             record = ExitRecord(127, stderr=str(error))
+        finally:
+            del self._spawning[action.slot]
+        if process is None:
             self._do(self._machine.exited(action.slot, action.life, record, -1, time.monotonic()))
-            return
-        self._processes[action.slot] = process
-        self._do(self._machine.spawned(action.slot, action.life, process.pid))
+        else:
+            self._adopt(process)
+
+    def _adopt(self, process: RankProcess) -> None:
+        self._processes[process.slot] = process
+        self._do(self._machine.spawned(process.slot, process.life, process.pid))
         nursery = self._nursery
         assert nursery is not None
         nursery.start_soon(self._listen, process)
         nursery.start_soon(self._bury, process)
+        killing = self._machine.killing(process.slot, process.life)
+        if killing:
+            nursery.start_soon(self._kill, KillProcess(process.slot, process.life, killing))
 
     def _say(self, action: Say) -> None:
         process = self._processes.get(action.slot)
@@ -205,11 +200,15 @@ class Agent:
             pass  # it is dead; its end is reported by `_bury`
 
     async def _kill(self, action: KillProcess) -> None:
+        if action.slot in self._spawning:
+            self._spawning[action.slot].cancel()  # it may wait for the fork server's imports
+            return
         process = self._processes.get(action.slot)
         if process is None or process.life != action.life:
             return
         self._write(Write("kill", f"killing pid {process.pid}: {action.why}", "warning", action.slot))
-        outcome = await kill(process, self._machine.settings.termination_grace_time)
+        grace_s = self._machine.settings.termination_grace_time
+        outcome = await (kill_tree_now(process) if action.at_once else kill(process, grace_s))
         if outcome == "unkillable":
             text = f"pid {process.pid} outlived SIGKILL: this node is not to be trusted"
             self._write(Write("unkillable", text, "error", action.slot))
@@ -304,6 +303,7 @@ class Agent:
         self._do(self._machine.welcomed(welcome.incarnation, welcome.settings))
 
     def _directed(self, incarnation: int, directive: Directive) -> None:
+        self._told_to_end = self._told_to_end or directive.phase is Phase.END
         self._do(self._machine.directed(incarnation, directive, time.monotonic()))
         if directive.phase is Phase.ABORT:
             self._look_for_deaths(list(self._processes.values()))
@@ -320,6 +320,13 @@ class Agent:
         """Our own controller has ended: with the job, or because it could not lead at all."""
         if not self._link.up and self._leave is None:
             self._do(self._machine.abandoned(code, time.monotonic()))
+
+    def _farewell_signal(self) -> int | None:
+        """What our own controller must be told when we leave, if it cannot know that the job is over."""
+        if self._told_to_end or self._leave is None:
+            return None
+        told = {int(ExitCode.INTERRUPTED): signal.SIGINT, int(ExitCode.HANGUP): signal.SIGHUP}
+        return told.get(self._leave.code, signal.SIGTERM)
 
     def _start_fork_server(self) -> None:
         """Only now: before, its imports would have slowed those of the ranks."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import msgspec
+
 from perdure.controller.core.commands import Command, Direct, Finished, Refuse, Tell
 from perdure.controller.core.events import Attached, Event, LinkLost, Opened, Reported, Silent, Tick
 from perdure.controller.core.job import Job
@@ -78,8 +79,9 @@ class Desk:
     def hello(self, agent: str, /, **changes: object) -> Hello:
         own = tuple(state for slot, state in self.states.items() if slot.startswith(f"{agent}/"))
         hello = Hello(
-            PROTOCOL_VERSION, AgentName(agent), self.nodes[agent], self.nodes[agent], f"10.0.0.{self.processes[agent]}", 0,
-            len(self.nodes), ProcessId("boot", self.processes[agent], 1), 0, own, group=self.groups[agent],
+            PROTOCOL_VERSION, AgentName(agent), self.nodes[agent], self.nodes[agent],
+            f"10.0.0.{self.processes[agent]}", 0, len(self.nodes),
+            ProcessId("boot", self.processes[agent], 1), 0, own, group=self.groups[agent],
         )  # fmt: skip
         return msgspec.structs.replace(hello, **changes)
 

@@ -1,6 +1,7 @@
 """Who is named as the cause, from what was seen and in which order."""
 
 import pytest
+
 from perdure.controller.core.blame import Finding, judge
 from perdure.protocol.faults import Fault, FaultKind
 from perdure.protocol.names import Slot
@@ -9,7 +10,13 @@ K = FaultKind
 
 
 def seen(
-    rank: int, kind: FaultKind, *, peer: bool = False, collective: bool = False, stale_s: float = 0.0, came: bool = False
+    rank: int,
+    kind: FaultKind,
+    *,
+    peer: bool = False,
+    collective: bool = False,
+    stale_s: float = 0.0,
+    came: bool = False,
 ) -> Finding:
     fault = Fault(
         Slot(f"n0/{rank}"), 1, 0, kind, kind.value, peer_error=peer, in_collective=collective, stale_s=stale_s
@@ -57,7 +64,12 @@ CASES: dict[str, tuple[list[Finding], int, list[int], list[int]]] = {
     ),
     "an exception outranks a hang": ([seen(0, K.SOFT_HANG, stale_s=61), seen(1, K.EXCEPTION)], 1, [], [0]),
     "only victims: the first stands": ([seen(3, K.EXCEPTION, peer=True), seen(1, K.EXCEPTION, peer=True)], 3, [], [1]),
-    "a node with all its ranks": ([seen(4, K.NODE_LOST), seen(5, K.NODE_LOST), seen(0, K.EXCEPTION, peer=True)], 4, [5], [0]),
+    "a node with all its ranks": (
+        [seen(4, K.NODE_LOST), seen(5, K.NODE_LOST), seen(0, K.EXCEPTION, peer=True)],
+        4,
+        [5],
+        [0],
+    ),
     "did not come to the barrier": ([seen(1, K.EXCEPTION, peer=True), seen(0, K.BARRIER_LATE)], 0, [], [1]),
     "out of memory": ([seen(0, K.EXCEPTION, peer=True), seen(1, K.OOM)], 1, [], [0]),
     "health check": ([seen(0, K.EXCEPTION, peer=True), seen(1, K.HEALTH_CHECK)], 1, [], [0]),

@@ -1,10 +1,11 @@
-"""Every phase against every kind of event: nothing moves where no arrow leads, and nothing from the past moves anything."""
+"""Every phase against every kind of event: nothing moves where no arrow leads, and the past moves nothing."""
 
 import copy
 from collections.abc import Callable
 
 import msgspec
 import pytest
+
 from perdure.controller.core.events import Attached, Event, LinkLost, Opened, Reported, Silent, StopAsked, Tick
 from perdure.controller.core.job import Job
 from perdure.controller.core.rounds import TRANSITIONS, IllegalTransition, JobPhase
@@ -54,7 +55,7 @@ EVENTS: dict[str, Callable[[Desk], Event]] = {
     "opened": lambda desk: Opened("job", 1, desk.job.incarnation + 1, 2, SETTINGS),
     "attached again": lambda desk: Attached(desk.hello("n0")),
     "attached anew": lambda desk: Attached(desk.hello("n0", agent=AgentName("n7"), slots=())),
-    "reported again": lambda desk: Reported(AgentName("n0"), tuple(s for n, s in desk.states.items() if n[:2] == "n0")),
+    "reported again": lambda desk: Reported(AgentName("n0"), desk.hello("n0").slots),
     "reported of a stranger": lambda desk: Reported(AgentName("n9"), tuple(desk.states.values())),
     "reported late": stale_report,
     "link lost": lambda desk: LinkLost(AgentName("n1")),
@@ -64,8 +65,15 @@ EVENTS: dict[str, Callable[[Desk], Event]] = {
     "stop asked": lambda desk: StopAsked(143, "SIGTERM"),
     "tick": lambda desk: Tick(),
 }
-WITHOUT_EFFECT = ("attached again", "reported again", "reported of a stranger", "reported late", "link of a stranger lost",
-                  "a stranger silent", "tick")  # fmt: skip
+WITHOUT_EFFECT = (
+    "attached again",
+    "reported again",
+    "reported of a stranger",
+    "reported late",
+    "link of a stranger lost",
+    "a stranger silent",
+    "tick",
+)
 
 
 def sight(job: Job) -> tuple[object, ...]:

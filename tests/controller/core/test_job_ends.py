@@ -2,6 +2,7 @@
 
 import msgspec
 import pytest
+
 from perdure.controller.core.budget import SAME_FAILURE_LIMIT, SAME_FAILURE_LIMIT_WITHOUT_STEPS
 from perdure.controller.core.events import Opened, StopAsked
 from perdure.controller.core.rounds import JobPhase
@@ -256,7 +257,8 @@ def test_forming_with_enough_ranks_starts_without_the_missing() -> None:
     desk.gate("n0/0", "n0/1", "n1/0")
     desk.wait()
     assert desk.seats == ["n0/0", "n0/1", "n1/0"]
-    assert "starting with 3 ranks; missing after 30 s (forming_timeout): ranks n1/1 (starting)" in desk.told("forming_late")[0]
+    [said] = desk.told("forming_late")
+    assert "starting with 3 ranks; missing after 30 s (forming_timeout): ranks n1/1 (starting)" in said
 
 
 def test_nobody_comes_at_all() -> None:

@@ -4,6 +4,7 @@ import itertools
 from random import Random
 
 import pytest
+
 from perdure.controller.core.placement import Candidate, CannotPlace, place, world_size
 
 SEED = 20_261_130

@@ -7,6 +7,7 @@ from types import ModuleType
 from typing import Any
 
 import msgspec
+
 from perdure.controller.core.events import Reported
 from perdure.controller.core.rounds import JobPhase
 from perdure.protocol.messages import ExitRecord, Stage
