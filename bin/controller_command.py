@@ -13,8 +13,8 @@ from ..controller.journal_format import JournalError
 from ..controller.lease import Lease, LeaseError, LeaseHeld
 from ..controller.logbook import Logbook
 from ..controller.recovery import Memory
-from ..controller.run_directory import RunDirectory, RunDirectoryError
-from ..controller.service import Controller, Options, attempt_number
+from ..controller.run_directory import RunDirectory, RunDirectoryError, attempt_number
+from ..controller.service import Controller, Options
 from ..protocol.endpoint import EndpointError
 from ..protocol.exit_codes import ExitCode
 from ..protocol.keys import KeysError, create_keys, keys_from_environment

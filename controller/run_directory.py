@@ -16,10 +16,12 @@ import os
 import re
 import stat
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
 
+from ..protocol.exit_codes import ExitCode
 from .journal import JournalError, read_header
 from .logbook import READABLE_NAME, STRUCTURED_NAME
 
@@ -184,3 +186,20 @@ def _sync_directory(path: Path) -> None:
         os.fsync(fd)
     finally:
         os.close(fd)
+
+
+def attempt_number(directory: RunDirectory, environ: Callable[[str], str | None]) -> int:
+    """Which attempt of the job this is: the run directory counts them; a scheduler's own count wins if it is higher.
+
+    A scheduler that starts the job again has ended everything of the attempt before, whose controller may have had no
+    time for a verdict: its journal is not one to recover from.
+    """
+    counted = directory.rotate_finished()
+    restarts = environ("SLURM_RESTART_COUNT")
+    scheduled = int(restarts) + 1 if restarts and restarts.isdigit() else 1
+    left = directory.unfinished_attempt()
+    if 0 < left < scheduled:
+        reason = f"attempt {left} ended without a verdict: the scheduler has started attempt {scheduled} of the job"
+        directory.write_verdict(int(ExitCode.CONTROLLER_LOST), reason)
+        counted = directory.rotate_finished()
+    return max(counted, scheduled)

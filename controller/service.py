@@ -13,7 +13,7 @@ Nothing is decided in this file.
 
 import signal
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -47,7 +47,8 @@ from .core.events import Attached, Event, LinkLost, Opened, Reported, Silent, St
 from .logbook import Logbook
 from .peers import Peer, Peers
 from .recovery import Memory
-from .run_directory import RunDirectory
+from .refusals import Refusals
+from .run_directory import RunDirectory, RunDirectoryError
 
 FAREWELL_S = 2.0
 """How long the agents may take to acknowledge the end of the job."""
@@ -112,7 +113,7 @@ class Controller:
         self._peers = Peers()
         self._finished: Finished | None = None
         self._incarnation = memory.job.incarnation + 1
-        self._refused: dict[str, int] = {}
+        self._refusals = Refusals(logbook)
         self._encoded: tuple[Directive | None, bytes] = (None, b"")
         self._next_look = self._clock.now() + options.settings.heartbeat_timeout
         self._stops = 0
@@ -135,6 +136,7 @@ class Controller:
             self._publish()
             await self._lead()
             await self._say_goodbye()
+            self._refusals.tell_totals()
             nursery.cancel_scope.cancel()
         assert self._finished is not None
         return self._finished.code
@@ -187,6 +189,7 @@ class Controller:
                 events.extend(self._understand(item))
             await self._decide([*events, *self._judge_silence()])
             self._send_due()
+            self._refusals.connections(self._wire.refusals)
 
     async def _wait(self) -> None:
         """Sleep until something comes or a deadline passes."""
@@ -232,9 +235,15 @@ class Controller:
                 self._refuse(command.agent, command.reason)
             case Finished():
                 self._finished = command
-                self._directory.write_verdict(command.code, command.reason.partition("\n")[0], command.reason)
+                self._write_verdict(command)
                 level = "info" if command.code == 0 else "error"
                 self._log.line("ended", f"the job ended with code {command.code}: {command.reason}", level=level)
+
+    def _write_verdict(self, end: Finished) -> None:
+        try:
+            self._directory.write_verdict(end.code, end.reason.partition("\n")[0], end.reason)
+        except RunDirectoryError as error:  # a full disk, say: the agents must hear of the end all the same
+            self._log.line("verdict", str(error), level="error")
 
     def _tell(self, said: Tell) -> None:
         fields: dict[str, Any] = dict(said.fields)
@@ -265,7 +274,7 @@ class Controller:
                 raise BadMessage(f"it is of job {envelope.job[:80]!r}, this is {self._options.job!r}")
             message = decode_from_agent(envelope.body)
         except BadMessage as error:
-            self._count_refusal(str(error))
+            self._refusals.message(str(error))
             return []
         return self._hear(item.peer, envelope, message)
 
@@ -276,7 +285,7 @@ class Controller:
             return [Attached(message)]
         peer = self._peers.of(routing_id, envelope.session)
         if peer is None:
-            self._count_refusal("a session that was not introduced")
+            self._refusals.message("a session that was not introduced")
             self._ask_for_hello(routing_id, envelope.session)
             return []
         peer.heard_at = now
@@ -295,14 +304,6 @@ class Controller:
             case Beat() | Acknowledge():
                 pass
         return []
-
-    def _count_refusal(self, reason: str) -> None:
-        """Say it the first time, then count."""
-        count = self._refused.get(reason, 0) + 1
-        if len(self._refused) < 1000:
-            self._refused[reason] = count
-        if count == 1:
-            self._log.line("refused", f"refused a message: {reason}", level="warning")
 
     def _judge_silence(self) -> list[Event]:
         """Who is silent. If nobody is heard any more, it may be this controller that is cut off: the core judges."""
@@ -386,20 +387,3 @@ class Controller:
         body = encode_body(Acknowledge())
         for peer in self._peers.owed(float("inf")):
             self._send(peer, 0, body)  # an agent waits a while for that before it leaves
-
-
-def attempt_number(directory: RunDirectory, environ: Callable[[str], str | None]) -> int:
-    """Which attempt of the job this is: the run directory counts them; a scheduler's own count wins if it is higher.
-
-    A scheduler that starts the job again has ended everything of the attempt before, whose controller may have had no
-    time for a verdict: its journal is not one to recover from.
-    """
-    counted = directory.rotate_finished()
-    restarts = environ("SLURM_RESTART_COUNT")
-    scheduled = int(restarts) + 1 if restarts and restarts.isdigit() else 1
-    left = directory.unfinished_attempt()
-    if 0 < left < scheduled:
-        reason = f"attempt {left} ended without a verdict: the scheduler has started attempt {scheduled} of the job"
-        directory.write_verdict(int(ExitCode.CONTROLLER_LOST), reason)
-        counted = directory.rotate_finished()
-    return max(counted, scheduled)

@@ -20,6 +20,11 @@ from ...protocol.faults import Fault, FaultKind
 _HANGS = frozenset({FaultKind.SOFT_HANG, FaultKind.HARD_HANG, FaultKind.SECTION_TIMEOUT, FaultKind.BARRIER_LATE})
 
 
+def is_bare_death(fault: Fault) -> bool:
+    """A death seen before the kernel has told how."""
+    return fault.kind is FaultKind.SIGNAL and fault.code == 0
+
+
 class Strength(IntEnum):
     CULPRIT = 0
     HANG = 1

@@ -7,6 +7,7 @@ themselves, never their victims.
 
 from ...protocol.faults import Fault, FaultKind
 from ...protocol.settings import Settings
+from .blame import is_bare_death
 
 SAME_FAILURE_LIMIT = 3
 """Rounds in a row that may end with the same signature without a new furthest step."""
@@ -23,6 +24,9 @@ _DETERMINISTIC_ERRORS = frozenset(
 """What a wrong program raises, every time, before it has done any work."""
 
 
+_DEATHS = frozenset({FaultKind.SIGNAL, FaultKind.OOM, FaultKind.EXIT})
+
+
 class Budget:
     """Counts of one job."""
 
@@ -30,7 +34,7 @@ class Budget:
         self.rank_faults = 0
         self.furthest_step = -1
         self.same_failures = 0
-        self._last_signature = ""
+        self._last: Fault | None = None
         self.same_slot = True
         """Whether all of these equal failures were of one slot."""
         self._last_slot: str = ""
@@ -40,16 +44,24 @@ class Budget:
         """Count the end of a round. Returns why the job must stop, empty if it may go on."""
         self.rank_faults += culprits
         progressed = self.furthest_step > self._furthest_at_last_failure
-        if cause.signature != self._last_signature or progressed:
+        if progressed or not self._is_like_the_last(cause):
             self.same_failures = 0
             self.same_slot = True
         elif cause.slot != self._last_slot:
             self.same_slot = False
         self.same_failures += 1
-        self._last_signature = cause.signature
+        self._last = cause
         self._last_slot = cause.slot
         self._furthest_at_last_failure = self.furthest_step
         return self.spend_more(0, settings)
+
+    def _is_like_the_last(self, cause: Fault) -> bool:
+        last = self._last
+        if last is None:
+            return False
+        if is_bare_death(cause) or is_bare_death(last):
+            return cause.kind in _DEATHS and last.kind in _DEATHS  # how one of them died was not known in time
+        return cause.signature == last.signature
 
     def spend_more(self, culprits: int, settings: Settings) -> str:
         """Count ranks that failed after their round was counted. Returns as `spend`."""

@@ -7,8 +7,8 @@ nothing can leak across.
 from dataclasses import dataclass, field
 from enum import Enum
 
-from ...protocol.faults import Fault, FaultKind
-from .blame import Finding
+from ...protocol.faults import Fault
+from .blame import Finding, is_bare_death
 from .roster import AgentRecord, SlotRecord
 
 
@@ -43,11 +43,6 @@ class IllegalTransition(Exception):
 def check_transition(old: JobPhase, new: JobPhase) -> None:
     if new not in TRANSITIONS[old]:
         raise IllegalTransition(f"{old.value} -> {new.value}")
-
-
-def _is_bare_death(fault: Fault) -> bool:
-    """A death seen before the kernel has told how."""
-    return fault.kind is FaultKind.SIGNAL and fault.code == 0
 
 
 @dataclass(slots=True)
@@ -117,11 +112,11 @@ class Round:
         if known is None:
             self.findings[key] = finding
             return True
-        was_bare = _is_bare_death(known.fault)
+        was_bare = is_bare_death(known.fault)
         if known.fault.kind is fault.kind or was_bare:
             known.fault = fault
             known.answered = known.answered or answered
-            return was_bare and not _is_bare_death(fault)
+            return was_bare and not is_bare_death(fault)
         if finding.strength < known.strength:
             self.findings[key] = finding
             return True

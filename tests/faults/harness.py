@@ -102,6 +102,7 @@ class Job:
         prefix: Sequence[str] = (),
         prefixes: Mapping[str, Sequence[str]] | None = None,
         host: str = "127.0.0.1",
+        run_dir: Path | None = None,
         **knobs: object,
     ) -> None:
         """nodes: one agent with `nproc` ranks on each; with more than one the controller is a process of its own.
@@ -110,7 +111,7 @@ class Job:
         agent; prefixes: the same by name of a node, or "controller". host: where a controller of its own listens.
         """
         self.folder = folder
-        self.run_dir = folder / "run"
+        self.run_dir = run_dir or folder / "run"
         self.mark = secrets.token_hex(8)
         self.agents: dict[str, subprocess.Popen[bytes]] = {}
         self.controller: subprocess.Popen[bytes] | None = None
@@ -130,7 +131,7 @@ class Job:
             **kept,
             "FAULTS_MARK": self.mark,
             "FAULTS_FOLDER": str(folder),
-            "PYTHONPATH": str(Path(__file__).parent),
+            "PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), *filter(None, [kept.get("PYTHONPATH")])]),
             "PYTHONDONTWRITEBYTECODE": "1",
             "TMPDIR": str(self._temporary),
             "OMP_NUM_THREADS": "1",

@@ -50,6 +50,27 @@ def test_the_same_failure_without_progress_ends_the_job(launch: Callable[..., Jo
     assert "without progress" in job.reason()
 
 
+def test_the_same_death_without_progress_ends_the_job(launch: Callable[..., Job]) -> None:
+    """Reserves take over at once, often before it is known how a rank died; that must not hide that it is the same."""
+    job = launch(
+        """
+        @perdure.resilient
+        def train(round):
+            tell("entered", round)
+            round.ping(5)
+            if round.rank == 1:
+                os.kill(os.getpid(), signal.SIGSEGV)
+            while True:
+                time.sleep(0.004)
+        train()
+        """,
+        nproc=4,
+        active_world_size=2,
+    )
+    assert job.wait_end() == 93
+    job.assert_rounds(3)
+
+
 def test_a_slot_that_fails_again_and_again_is_left_out(launch: Callable[..., Job]) -> None:
     """There is a reserve that can take its place."""
     job = launch(

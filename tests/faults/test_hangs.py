@@ -1,6 +1,8 @@
 """Ranks that do not move any more: frozen, in a loop, in C; and their peers, who wait for them and are not to blame."""
 
+import os
 import signal
+import time
 from collections.abc import Callable
 
 import pytest
@@ -51,6 +53,28 @@ def test_a_rank_that_was_frozen_and_goes_on_is_kept(launch: Callable[..., Job]) 
     assert job.survivors(before, after) == 3
     assert job.finish() == 0
     job.assert_rounds(2)
+
+
+def test_a_machine_that_stood_still_blames_nobody(launch: Callable[..., Job]) -> None:
+    """`scontrol suspend`, or a paused virtual machine: everything is stopped for longer than hard_timeout."""
+    job = launch(**HANGS)
+    before = job.wait_round(0)
+    job.wait_log("running")
+    everybody = [job.controller_pid(), job.agents["n0"].pid, *(each.pid for each in before.values())]
+    for pid in everybody:
+        os.kill(pid, signal.SIGSTOP)
+    end = time.monotonic() + 4
+    job.wait_for(lambda: time.monotonic() > end, "the time of the suspension")
+    for pid in everybody:
+        os.kill(pid, signal.SIGCONT)
+    job.wait_log("frozen", "this agent stood still")
+    job.kill(before[1])
+    after = job.wait_round(1)
+    assert job.survivors(before, after, dead={1}) == 2
+    assert job.finish() == 0
+    job.assert_rounds(2)
+    assert job.log("killed") == []
+    assert {line["rank"] for line in job.log("fault")} == {1}
 
 
 def test_a_pause_suspends_judgement_and_ends(launch: Callable[..., Job]) -> None:

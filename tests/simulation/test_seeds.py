@@ -1,4 +1,4 @@
-"""Many whole jobs, each with misfortunes drawn from its seed. A seed that fails prints its story and how to replay it."""
+"""Many whole jobs, each with misfortunes drawn from its seed. A seed that fails prints its story and its command."""
 
 import os
 

@@ -77,7 +77,7 @@ class World:
         return self._function_s + 0.01 * (index % 7) + self.clock.chance.uniform(0.0, 0.1)
 
     def round_began(self) -> None:
-        if self.clock.chance.random() < self.early_trouble:
+        if self.early_trouble and self.clock.chance.random() < self.early_trouble:
             self.clock.after(self.clock.chance.uniform(0.0, 0.01), self.trouble)
 
     def entered(self, rank: SimRank) -> None:

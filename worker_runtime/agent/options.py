@@ -13,9 +13,8 @@ from ...protocol.settings import Settings
 class Options:
     """Who this agent is, and what it runs.
 
-    order, expected, group: see `Hello`. controller: the command of a controller to keep
-    running, empty where somebody else does that. first_index: the local index of its first slot. signalled: signals that
-    came before we listened.
+    order, expected, group: see `Hello`. controller: the command of a controller to keep running, empty where somebody
+    else does that. first_index: the local index of its first slot. signalled: signals that came before we listened.
     """
 
     job: str

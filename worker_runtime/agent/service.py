@@ -34,9 +34,8 @@ from ...protocol.messages import (
     Stage,
     Welcome,
 )
-from ...protocol.names import AgentName, Slot, this_process
+from ...protocol.names import Slot, this_process
 from ...protocol.rank_messages import RANK_MESSAGE_LIMIT
-from ...protocol.settings import Settings
 from .actions import Action, AskStop, KillProcess, Leave, Say, Spawn, Tell, Write
 from .fork_child import target_of
 from .fork_server import ForkServer
@@ -50,6 +49,7 @@ from .processes import RankProcess, SpawnError, finish, kill, kill_tree_now, spa
 from .reaper import become_subreaper, reaper
 from .signals import listen_to_signals
 from .stderr_tail import Outlet
+from .stdout_relay import StdoutRelay
 
 DELIVERY_S = 2.0
 """How long the last reports may take to be delivered at the end."""
@@ -82,6 +82,8 @@ class Agent:
     async def run(self) -> int:
         """Supervise until the job is over; the exit code."""
         become_subreaper()
+        stdout = StdoutRelay()
+        stdout.start()
         async with trio.open_nursery() as guarding:
             await guarding.start(keep_guard, self._token, self._complain)
             async with trio.open_nursery() as nursery:
@@ -105,6 +107,7 @@ class Agent:
                 await self._deliver()
                 nursery.cancel_scope.cancel()
             guarding.cancel_scope.cancel()
+        stdout.close(1.0)
         for outlet in self._outlets:
             outlet.close(1.0)
         assert self._leave is not None
@@ -217,7 +220,8 @@ class Agent:
         remark = Remark(line.event, line.text, line.level, line.slot or "")
         if not self._link.remark(remark):
             who = line.slot or self._options.agent
-            print(f"perdure agent {who}: {line.text}", file=sys.stderr, flush=True)
+            with suppress(OSError):  # nobody reads it
+                print(f"perdure agent {who}: {line.text}", file=sys.stderr, flush=True)
 
     def _complain(self, text: str) -> None:
         self._write(Write("agent", text, "warning"))
