@@ -27,6 +27,7 @@ RESERVED = frozenset(
         "PERDURE_AGENTS",
         "PERDURE_AUTO_STAMP_S",
         "PERDURE_BEAT_FD",
+        "PERDURE_GLOO_LIMIT_S",
         "PERDURE_JOB",
         "PERDURE_KEYS",
         "PERDURE_LIFE",

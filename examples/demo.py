@@ -17,9 +17,9 @@ RANKS = 4
 STEPS = 160
 FAULTS = {
     "exception@2:30": "rank 2 raises an exception",
-    "sigkill@1:60": "rank 1 is killed with SIGKILL",
-    "sigkill@0:90": "rank 0 is killed with SIGKILL: elsewhere that ends a job",
-    "hang@3:120": "rank 3 hangs: it lives, but makes no progress",
+    "hang@3:60": "rank 3 hangs: it lives, but makes no progress",
+    "sigkill@1:90": "rank 1 is killed with SIGKILL",
+    "sigkill@0:120": "rank 0 is killed with SIGKILL: elsewhere that ends a job",
 }
 SETTINGS = ["--granularity=rank", "--soft-timeout=3", "--hard-timeout=6"]
 

@@ -1,6 +1,8 @@
 """The two places of torch.distributed that are watched while the decorated function is in use.
 
-- `_new_process_group_helper`: what it opens is what an abort has to shut down (see `gloo`).
+- `_new_process_group_helper`: what it opens is what an abort has to shut down (see `gloo`). And gloo may lose the wait
+  for a send whose connection breaks while it is being written: nothing ends that wait but gloo's own timeout, half an
+  hour by default. So gloo's timeout is at most `limit_s`, which lies between the soft and the hard one.
 - `_create_c10d_store`: torch's client retries its connection in C++ until its timeout, 5 to 30 minutes, and no signal
   reaches it there. It is asked for short attempts, one after the other, so that an interrupt finds Python in between.
 
@@ -11,13 +13,14 @@ torch is never imported from here.
 import functools
 import importlib.abc
 import importlib.machinery
+import math
 import socket
 import sys
 import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from types import ModuleType
-from typing import Any
+from typing import Any, cast
 
 from .gloo import Connections
 
@@ -32,8 +35,9 @@ LAST_RETRY_S = 0.2
 class TorchHooks(importlib.abc.MetaPathFinder):
     """In place between `install` and `remove`. `connections` are those of the round that runs, if one does."""
 
-    def __init__(self) -> None:
+    def __init__(self, limit_s: float = math.inf) -> None:
         self.connections: Connections | None = None
+        self._limit_s = limit_s
         self.store_port = 0
         self._makers = {HELPER: self._around_helper, STORE: self._around_store}
         self._originals: dict[tuple[str, str], Callable[..., Any]] = {}
@@ -83,9 +87,25 @@ class TorchHooks(importlib.abc.MetaPathFinder):
             if connections is None:
                 return original(*args, **kwargs)
             with connections.opening():
-                return original(*args, **kwargs)
+                made = original(*args, **kwargs)
+            self._limit(made)
+            return made
 
         return helper
+
+    def _limit(self, made: Any) -> None:
+        """Shorten gloo's timeout in a group that was just made: (group, store), or something else in other versions."""
+        group: Any = cast(Any, made)[0] if isinstance(made, tuple) else made
+        if math.isinf(self._limit_s) or not hasattr(group, "_get_backend"):
+            return
+        torch: Any = sys.modules["torch"]
+        try:
+            backend: Any = group._get_backend(torch.device("cpu"))
+        except RuntimeError:
+            return  # no backend for the CPU: NCCL alone
+        limit = timedelta(seconds=self._limit_s)
+        if type(backend).__name__ == "ProcessGroupGloo" and backend.options._timeout > limit:
+            backend._set_default_timeout(limit)
 
     def _around_store(self, original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)

@@ -134,6 +134,7 @@ class Evidence:
             rank=rank,
             slot=fault.slot,
             host=record.agent.host,
+            pid=record.state.pid,
             detail=fault.detail,
         )
 
@@ -145,6 +146,7 @@ class Evidence:
             rank=rank,
             slot=fault.slot,
             host=record.agent.host,
+            pid=record.state.pid,
             kind=fault.kind.value,
             detail=fault.detail,
         )

@@ -134,6 +134,7 @@ class Job:
             "PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), *filter(None, [kept.get("PYTHONPATH")])]),
             "PYTHONDONTWRITEBYTECODE": "1",
             "TMPDIR": str(self._temporary),
+            "TORCHINDUCTOR_CACHE_DIR": str(folder / "inductor"),  # torch makes it as soon as an optimizer is used
             "OMP_NUM_THREADS": "1",
             "GLOO_SOCKET_IFNAME": "lo",
             "PERDURE_JOB": f"faults-{self.mark}",

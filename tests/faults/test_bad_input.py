@@ -125,9 +125,8 @@ def test_a_host_name_that_nobody_can_resolve_does_not_matter(launch: Callable[..
 def controller_on(job: Job, *words: str) -> Answer:
     """A controller of the job's run directory, started by hand."""
     line = [str(PERDURE), "controller", "--run-dir", str(job.run_dir), "--agents", "2", "--host", "127.0.0.1", *words]
-    env = {**job.env, **(who or {})}
     return Answer(
-        subprocess.run(line, env=env, cwd=job.folder, capture_output=True, text=True, timeout=30, check=False)
+        subprocess.run(line, env=job.env, cwd=job.folder, capture_output=True, text=True, timeout=30, check=False)
     )
 
 

@@ -1,5 +1,6 @@
 """Ranks that die without a word, with and without somebody to take their place."""
 
+import os
 import secrets
 import signal
 from collections.abc import Callable, Iterator
@@ -108,6 +109,19 @@ def test_two_ranks_killed_at_once_make_one_round(launch: Callable[..., Job]) -> 
     assert job.finish() == 0
     job.assert_rounds(2)
     assert job.wait_log("recovered")["faults"] == 2
+
+
+def test_when_all_ranks_are_killed_new_ones_go_on(launch: Callable[..., Job]) -> None:
+    job = launch(nproc=3)
+    before = job.wait_round(0)
+    for each in before.values():
+        os.kill(each.pid, signal.SIGKILL)
+    after = job.wait_round(1)
+    assert job.survivors(before, after, dead=set(before)) == 0
+    assert len(after) == 3
+    assert job.finish() == 0
+    job.assert_rounds(2)
+    assert job.wait_log("recovered")["faults"] == 3
 
 
 def test_the_last_words_on_stderr_are_in_the_report(launch: Callable[..., Job]) -> None:

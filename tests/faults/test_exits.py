@@ -38,6 +38,22 @@ def test_codes_of_policy_end_the_job_and_are_its_own(launch: Callable[..., Job],
     assert f"code {code}" in job.reason()
 
 
+def test_a_code_of_policy_counts_though_a_reserve_takes_over_at_once(launch: Callable[..., Job]) -> None:
+    """It says no last words, so that its death is known before its code."""
+    job = launch(
+        """
+        def fault(round, step):
+            if (round.index, round.rank, step) == (0, 1, 5):
+                os._exit(17)
+        run(fault)
+        """,
+        nproc=3,
+        active_world_size=2,
+    )
+    assert job.wait_end() == 17
+    assert "code 17" in job.reason()
+
+
 def test_a_rank_that_exits_before_it_checks_in_is_named(launch: Callable[..., Job]) -> None:
     job = launch("""
         if os.environ["PERDURE_SLOT"] == "n0/1":
@@ -88,6 +104,18 @@ def test_exit_codes_after_the_function_are_the_job_s(launch: Callable[..., Job])
     job.wait_round(0)
     assert job.finish() == 5
     assert "code 5" in job.reason()
+
+
+def test_a_death_after_the_function_is_no_fault_and_no_success(launch: Callable[..., Job]) -> None:
+    job = launch("""
+        run()
+        if os.environ["PERDURE_SLOT"] == "n0/2":
+            os.kill(os.getpid(), signal.SIGKILL)
+        """)
+    job.wait_round(0)
+    assert job.finish() == 128 + 9
+    job.assert_rounds(1)
+    assert len(job.events("left")) == 3
 
 
 def test_scripts_that_never_call_a_resilient_function_end_as_they_end(launch: Callable[..., Job]) -> None:

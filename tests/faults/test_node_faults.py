@@ -53,8 +53,7 @@ def test_without_reserves_the_world_shrinks(launch: Callable[..., Job], granular
     job.assert_rounds(2)
 
 
-@pytest.mark.parametrize("granularity", ["node", "rank"])
-@pytest.mark.parametrize("node", ["n0", "n1"])
+@pytest.mark.parametrize(("node", "granularity"), [("n0", "node"), ("n1", "rank")])
 def test_the_ranks_of_a_killed_agent_are_gone_at_once(launch: Callable[..., Job], node: str, granularity: str) -> None:
     job = launch(granularity=granularity, **TWO)
     before = job.wait_round(0)
@@ -78,9 +77,24 @@ def test_a_rank_that_ignores_sigterm_dies_with_its_agent(launch: Callable[..., J
     assert job.finish() == 0
 
 
+def test_a_forked_rank_dies_with_its_agent(launch: Callable[..., Job]) -> None:
+    """One that the fork server made carries the marks of any other."""
+    job = launch(**TWO)
+    before = job.wait_round(0)
+    job.kill(before[3])
+    middle = job.wait_round(1)
+    assert middle[3].slot == before[3].slot
+    left = lose_agent(job, "n1")
+    assert middle[3].key in left
+    assert wait_gone(job, left, 10) < 3
+    after = job.wait_round(2)
+    assert job.survivors(middle, after, dead=of_node(middle, "n1")) == 2
+    assert job.finish() == 0
+
+
 def test_the_only_agent_is_killed(launch: Callable[..., Job]) -> None:
     """It started the controller itself, which ends the job: nobody is left who could run it."""
-    job = launch()
+    job = launch(heartbeat_timeout=3)
     job.wait_round(0)
     wait_gone(job, lose_agent(job, "n0"), 3)
     job.wait_for(lambda: not processes_with(job.mark), "the end of the controller")
@@ -116,12 +130,11 @@ def test_an_agent_that_is_started_again_at_once(launch: Callable[..., Job]) -> N
     assert job.finish() == 0
 
 
-@pytest.mark.parametrize("how_often", [5])
-def test_an_agent_that_dies_again_and_again(launch: Callable[..., Job], how_often: int) -> None:
+def test_an_agent_that_dies_again_and_again(launch: Callable[..., Job]) -> None:
     """Every death of it is a round that counts, and the other node's ranks are in all of them."""
     job = launch(**TWO, max_rank_faults=40)
     before = job.wait_round(0)
-    for _ in range(how_often):
+    for _ in range(4):
         lose_node(job, "n1")
         since = stamp(job)
         job.start_agent("n1", 1)

@@ -139,7 +139,10 @@ class SlurmJob:
             until(lambda: not list(processes(SLURM_JOB_ID=self.id)), lambda: f"left of {self.id}: {self.left()}", 15.0)
 
     def left(self) -> list[str]:
-        return [Path(f"/proc/{pid}/cmdline").read_text().replace("\0", " ") for pid in processes(SLURM_JOB_ID=self.id)]
+        return [" ".join(command_of(pid)) for pid in processes(SLURM_JOB_ID=self.id)]
+
+    def processes_named(self, name: str) -> list[int]:
+        return [pid for pid in processes(SLURM_JOB_ID=self.id) if command_of(pid)[0] == name]
 
 
 # ---- the cluster, whose nodes are all on this machine ------------------------------------------------------------
@@ -157,13 +160,19 @@ def processes(**variables: str) -> Iterator[int]:
                 yield int(folder.name)
 
 
+def command_of(pid: int) -> list[str]:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_text().split("\0")
+    except OSError:
+        return [""]
+
+
 def node_daemon(node: str) -> int | None:
     """The pid of the slurmd that plays `node`, if it runs on this machine."""
     for pid in processes():
-        with suppress(OSError):
-            words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
-            if words[0].endswith(b"slurmd") and words[1:3] == [b"-N", node.encode()]:
-                return pid
+        words = command_of(pid)
+        if words[0].endswith("slurmd") and words[1:3] == ["-N", node]:
+            return pid
     return None
 
 

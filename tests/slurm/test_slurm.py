@@ -144,6 +144,14 @@ def test_agents_that_cannot_start_end_the_job(submit: Callable[..., SlurmJob]) -
     assert "--nproc 0" in job.output.read_text()
 
 
+def test_srun_is_killed(submit: Callable[..., SlurmJob]) -> None:
+    """Slurm ends the step then. The controller cannot know that its agents are gone for good; the script can."""
+    job = submit(options=("--nodes=2",), respawn="false")
+    job.wait_round(0, size=4)
+    os.kill(min(job.processes_named("srun")), signal.SIGKILL)
+    assert job.wait_end() == ("FAILED", "137:0")
+
+
 def test_a_real_training_loses_rank_0(submit: Callable[..., SlurmJob]) -> None:
     trainer = ("python", str(ROOT / "examples" / "train_gpt.py"), "--steps=40", "--checkpoint-every=5")
     faulty = ("python", str(ROOT / "examples" / "faulty.py"), "--marks=marks", "--fault=sigkill@0:12", *trainer[1:])

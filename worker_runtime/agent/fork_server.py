@@ -25,7 +25,8 @@ from .fork_child import BOOT, LIMIT, MARK_NAME, MARK_ROOM, TITLE_ROOM, target_of
 from .reaper import bury, claim_child
 from .tree import read_entry, send
 
-MODULES = ("numpy", "torch", "torch.distributed", "perdure.worker_runtime")
+# torch._dynamo: every optimizer imports it on first use, with 800 more modules.
+MODULES = ("numpy", "torch", "torch.distributed", "torch._dynamo", "perdure.worker_runtime")
 READY_S = 300.0
 """How long the imports may take."""
 PATIENCE_S = 10.0

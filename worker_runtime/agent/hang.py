@@ -65,3 +65,8 @@ def judge(progress: Progress, now: float, soft_s: float, hard_s: float, *, with_
 def stamp_interval(settings: Settings) -> float:
     """How often the runtime stamps: often enough that a limit is judged within 50 ms, seldom enough to cost nothing."""
     return min(max(settings.soft_timeout / 20, 0.01), 0.25)
+
+
+def gloo_limit(settings: Settings) -> float:
+    """The longest that one gloo operation may wait: a wait that gloo has lost ends before the rank is killed for it."""
+    return (settings.soft_timeout + settings.hard_timeout) / 2

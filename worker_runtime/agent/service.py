@@ -40,7 +40,7 @@ from .actions import Action, AskStop, KillProcess, Leave, Say, Spawn, Tell, Writ
 from .fork_child import target_of
 from .fork_server import ForkServer
 from .guarding import keep_guard
-from .hang import Progress, stamp_interval
+from .hang import Progress, gloo_limit, stamp_interval
 from .keeper import keep_controller
 from .link import Handlers, Link
 from .machine import AgentMachine
@@ -160,6 +160,7 @@ class Agent:
             PERDURE_JOB=options.job,
             PERDURE_NODE=options.node,
             PERDURE_AUTO_STAMP_S=f"{stamp_interval(self._machine.settings):g}",
+            PERDURE_GLOO_LIMIT_S=f"{gloo_limit(self._machine.settings):g}",
             PERDURE_EMPTY_CUDA_CACHE="1" if self._machine.settings.empty_cuda_cache else "0",
         )
         server = self._fork_server if action.spare else None

@@ -1,9 +1,9 @@
 """Keeps what the ranks print flowing when nobody reads it any more.
 
-`perdure run ... | head` must not kill a training: a rank whose stdout is a pipe without a reader gets an error at its next
-print. So if our stdout is a pipe (or a socket), everything that we start writes into a pipe of our own instead, and a
-thread passes it on, for as long as it can; then it drops it. A reader that is slow slows the ranks down, as ever. Files
-and terminals are left alone.
+`perdure run ... | head` must not kill a training: a rank whose stdout is a pipe without a reader gets an error at its
+next print. So if our stdout is a pipe (or a socket), everything that we start writes into a pipe of our own instead,
+and a thread passes it on, for as long as it can; then it drops it. A reader that is slow slows the ranks down, as ever.
+Files and terminals are left alone.
 """
 
 import os
