@@ -21,6 +21,7 @@ class Ready(msgspec.Struct, frozen=True, tag="ready", omit_defaults=True):
     fault: why this process came back from `round`; None if it was merely interrupted, or never ran.
     where: `file:line` at which the interrupt found the main thread; in_collective: whether that was inside a collective.
     swallowed: `file:line`s that caught the interrupt and went on. timings: seconds spent in abort, unwind, finalize, health.
+    torch: it is imported in this process.
     """
 
     round: int = NO_ROUND
@@ -30,6 +31,7 @@ class Ready(msgspec.Struct, frozen=True, tag="ready", omit_defaults=True):
     in_collective: bool = False
     swallowed: tuple[str, ...] = ()
     timings: dict[str, float] = {}
+    torch: bool = False
 
 
 class Entered(msgspec.Struct, frozen=True, tag="entered"):

@@ -211,4 +211,4 @@ def is_unfit(ready: Ready) -> bool:
 
 def first_ready() -> Ready:
     _Kept.store = None
-    return Ready(round=NO_ROUND)
+    return Ready(round=NO_ROUND, torch="torch" in sys.modules)

@@ -43,6 +43,7 @@ def test_the_same_failure_without_progress_ends_the_job(launch: Callable[..., Jo
         train()
         """,
         nproc=2,
+        respawn=False,
     )
     assert job.wait_end() == 93
     job.assert_rounds(3)
@@ -88,6 +89,7 @@ def test_a_slot_that_fails_again_and_again_is_left_out(launch: Callable[..., Job
         """,
         nproc=3,
         active_world_size=2,
+        respawn=False,
     )
     last = job.wait_round(3)
     assert {each.slot for each in last.values()} == {"n0/0", "n0/2"}

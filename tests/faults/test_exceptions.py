@@ -6,12 +6,15 @@ from .harness import Job
 
 
 def test_one_rank(launch: Callable[..., Job]) -> None:
-    job = launch("""
+    job = launch(
+        """
         def fault(round, step):
             if (round.index, round.rank, step) == (0, 1, 5):
                 raise ValueError("the loss is a banana")
         run(fault)
-        """)
+        """,
+        respawn=False,
+    )
     before, after = job.wait_round(0), job.wait_round(1)
     assert job.survivors(before, after) == 3
     assert job.finish() == 0
@@ -24,12 +27,15 @@ def test_one_rank(launch: Callable[..., Job]) -> None:
 
 
 def test_all_ranks_at_once_make_one_round(launch: Callable[..., Job]) -> None:
-    job = launch("""
+    job = launch(
+        """
         def fault(round, step):
             if (round.index, step) == (0, 5):
                 raise ValueError(f"rank {round.rank}")
         run(fault)
-        """)
+        """,
+        respawn=False,
+    )
     before, after = job.wait_round(0), job.wait_round(1)
     assert job.survivors(before, after) == 3
     assert job.finish() == 0
@@ -38,7 +44,8 @@ def test_all_ranks_at_once_make_one_round(launch: Callable[..., Job]) -> None:
 
 def test_two_ranks_at_different_moments_make_one_round(launch: Callable[..., Job]) -> None:
     """The second one fails while the first one's round is being left: its clean-up raises."""
-    job = launch("""
+    job = launch(
+        """
         def fault(round, step):
             if round.index > 0 or step < 5:
                 return
@@ -55,7 +62,9 @@ def test_two_ranks_at_different_moments_make_one_round(launch: Callable[..., Job
                     tell("second", round)
                     raise RuntimeError("second")
         run(fault)
-        """)
+        """,
+        respawn=False,
+    )
     before, after = job.wait_round(0), job.wait_round(1)
     assert job.survivors(before, after) == 3
     assert job.finish() == 0
@@ -87,11 +96,14 @@ def test_same_fault_seen_by_four_reporters_makes_one_round(launch: Callable[...,
 
 
 def test_import_error_before_the_first_step_is_not_retried(launch: Callable[..., Job]) -> None:
-    job = launch("""
+    job = launch(
+        """
         def enter(round):
             import no_such_module_anywhere
         run(enter=enter)
-        """)
+        """,
+        respawn=False,
+    )
     assert job.wait_end() == 1
     job.assert_rounds(1)
     assert "Traceback" in job.output()
@@ -100,7 +112,7 @@ def test_import_error_before_the_first_step_is_not_retried(launch: Callable[...,
 
 def test_import_error_of_the_script_itself_is_not_retried(launch: Callable[..., Job]) -> None:
     """The process dies before it has ever reached the gate."""
-    job = launch("import no_such_module_anywhere\nrun()\n")
+    job = launch("import no_such_module_anywhere\nrun()\n", respawn=False)
     assert job.wait_end() == 1
     assert job.rounds() == {}
     assert "No module named 'no_such_module_anywhere'" in job.reason()

@@ -27,12 +27,15 @@ def test_leaving_the_function_while_others_run_is_a_fault(launch: Callable[..., 
 
 @pytest.mark.parametrize("code", [16, 17, 75])
 def test_codes_of_policy_end_the_job_and_are_its_own(launch: Callable[..., Job], code: int) -> None:
-    job = launch(f"""
+    job = launch(
+        f"""
         def fault(round, step):
             if (round.rank, step) == (1, 5):
                 sys.exit({code})
         run(fault)
-        """)
+        """,
+        respawn=False,
+    )
     assert job.wait_end() == code
     job.assert_rounds(1)
     assert f"code {code}" in job.reason()
@@ -55,12 +58,15 @@ def test_a_code_of_policy_counts_though_a_reserve_takes_over_at_once(launch: Cal
 
 
 def test_a_rank_that_exits_before_it_checks_in_is_named(launch: Callable[..., Job]) -> None:
-    job = launch("""
+    job = launch(
+        """
         if os.environ["PERDURE_SLOT"] == "n0/1":
             print("the licence server is away", file=sys.stderr)
             sys.exit(3)
         run()
-        """)
+        """,
+        respawn=False,
+    )
     assert job.wait_end() == 3
     assert job.rounds() == {}
     text = job.reason()
@@ -96,22 +102,28 @@ def test_a_slot_whose_processes_never_check_in_stays_empty(launch: Callable[...,
 
 
 def test_exit_codes_after_the_function_are_the_job_s(launch: Callable[..., Job]) -> None:
-    job = launch("""
+    job = launch(
+        """
         run()
         if os.environ["PERDURE_SLOT"] == "n0/2":
             sys.exit(5)
-        """)
+        """,
+        respawn=False,
+    )
     job.wait_round(0)
     assert job.finish() == 5
     assert "code 5" in job.reason()
 
 
 def test_a_death_after_the_function_is_no_fault_and_no_success(launch: Callable[..., Job]) -> None:
-    job = launch("""
+    job = launch(
+        """
         run()
         if os.environ["PERDURE_SLOT"] == "n0/2":
             os.kill(os.getpid(), signal.SIGKILL)
-        """)
+        """,
+        respawn=False,
+    )
     job.wait_round(0)
     assert job.finish() == 128 + 9
     job.assert_rounds(1)
@@ -119,7 +131,7 @@ def test_a_death_after_the_function_is_no_fault_and_no_success(launch: Callable[
 
 
 def test_scripts_that_never_call_a_resilient_function_end_as_they_end(launch: Callable[..., Job]) -> None:
-    job = launch("tell('left')", nproc=2)
+    job = launch("tell('left')", nproc=2, respawn=False)
     assert job.wait_end() == 0
     assert len(job.events("left")) == 2
 

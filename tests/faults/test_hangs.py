@@ -44,7 +44,7 @@ def test_a_frozen_rank_is_killed_and_replaced(launch: Callable[..., Job], rank: 
 
 def test_a_rank_that_was_frozen_and_goes_on_is_kept(launch: Callable[..., Job]) -> None:
     """Between soft_timeout and hard_timeout: its round is lost, its process is not."""
-    job = launch(soft_timeout=1, hard_timeout=15)
+    job = launch(soft_timeout=1, hard_timeout=15, respawn=False)
     before = job.wait_round(0)
     job.kill(before[1], signal.SIGSTOP)
     job.wait_log("fault", "no progress")
@@ -92,6 +92,7 @@ def test_a_pause_suspends_judgement_and_ends(launch: Callable[..., Job]) -> None
                         time.sleep(1000)
         run(fault)
         """,
+        respawn=False,
         **HANGS,
     )
     before = job.wait_round(0)
@@ -114,6 +115,7 @@ def test_a_python_livelock_is_left_in_place(launch: Callable[..., Job]) -> None:
                     pass
         run(fault)
         """,
+        respawn=False,
         **HANGS,
     )
     before, after = job.wait_round(0), job.wait_round(1)
@@ -142,6 +144,7 @@ def test_a_c_call_that_signals_end_is_left_in_place(launch: Callable[..., Job], 
                     pass
         run(fault)
         """,
+        respawn=False,
         **HANGS,
     )
     before, after = job.wait_round(0), job.wait_round(1)
@@ -198,7 +201,7 @@ def judge_peers(job: Job, before: Seats, after: Seats, dead: set[int]) -> None:
 
 
 def test_peers_in_a_collective_outlive_a_rank_in_a_livelock(launch: Callable[..., Job]) -> None:
-    job = launch("def hang():\n    while True: pass\n" + IN_A_COLLECTIVE, **HANGS)
+    job = launch("def hang():\n    while True: pass\n" + IN_A_COLLECTIVE, respawn=False, **HANGS)
     judge_peers(job, job.wait_round(0), job.wait_round(1), set())
 
 
@@ -209,7 +212,8 @@ def test_peers_in_a_collective_outlive_a_rank_that_hangs_in_c(launch: Callable[.
 
 
 def test_a_swallowed_interrupt_is_named_and_comes_again(launch: Callable[..., Job]) -> None:
-    job = launch("""
+    job = launch(
+        """
         def stubborn():
             try:
                 while True:
@@ -226,7 +230,9 @@ def test_a_swallowed_interrupt_is_named_and_comes_again(launch: Callable[..., Jo
                 wait_said("stubborn", round)
                 raise ValueError("boom")
         run(fault)
-        """)
+        """,
+        respawn=False,
+    )
     before, after = job.wait_round(0), job.wait_round(1)
     assert job.survivors(before, after) == 3
     assert job.finish() == 0

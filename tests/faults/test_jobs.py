@@ -107,6 +107,7 @@ def test_a_reserve_that_was_never_needed_ends_with_0(launch: Callable[..., Job])
         """,
         nproc=4,
         active_world_size=2,
+        respawn=False,
     )
     job.wait_round(0)
     assert job.finish() == 0
@@ -139,7 +140,7 @@ def test_two_jobs_on_one_host_do_not_see_each_other(launch: Callable[..., Job]) 
 
 
 def test_a_job_can_run_again_in_the_same_run_directory(launch: Callable[..., Job]) -> None:
-    job = launch(nproc=2)
+    job = launch(nproc=2, respawn=False)
     job.wait_round(0)
     assert job.finish() == 0
     job.start()

@@ -134,7 +134,7 @@ def test_a_rank_that_had_returned_is_killed_while_it_waits_for_the_others(launch
 
 
 def test_a_rank_that_never_returns_is_left_in_place_after_completion_timeout(launch: Callable[..., Job]) -> None:
-    job = launch(FINISH, nproc=3, completion_timeout=0.7)
+    job = launch(FINISH, nproc=3, completion_timeout=0.7, respawn=False)
     before = job.wait_round(0)
     job.say("release")
     after = job.wait_round(1)
@@ -177,6 +177,7 @@ def test_rank_0_raises_before_it_connects(launch: Callable[..., Job]) -> None:
         run(enter=enter, gloo=True)
         """,
         nproc=2,
+        respawn=False,
     )
     before, after = job.wait_round(0), job.wait_round(1, "connected")
     assert job.survivors(before, after) == 2

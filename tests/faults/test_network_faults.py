@@ -182,4 +182,5 @@ def test_agents_that_are_cut_off_end_their_ranks_in_time(spread: Callable[..., J
     assert job.controller is not None
     assert job.controller.wait(30) == 91
     job.controller = None
+    network.mend("controller")
     assert os.path.exists(job.run_dir / "verdict.json")

@@ -1,11 +1,13 @@
 """Agents and whole nodes die, come back, or collide: the others go on in their own processes."""
 
+import signal
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 
 from .cluster import (
+    freeze,
     lose_agent,
     lose_node,
     of_node,
@@ -17,7 +19,7 @@ from .cluster import (
     wait_new,
 )
 from .harness import Job
-from .processes import processes_with
+from .processes import lives, processes_with
 
 THREE: dict[str, Any] = {"nodes": ("n0", "n1", "n2"), "nproc": 2, "active_world_size": 4}
 TWO: dict[str, Any] = {"nodes": ("n0", "n1"), "nproc": 2}
@@ -143,6 +145,24 @@ def test_an_agent_that_dies_again_and_again(launch: Callable[..., Job]) -> None:
     after = job.wait_round(newest)
     assert job.survivors(before, after, dead=of_node(before, "n1")) == 2
     assert job.finish() == 0
+
+
+def test_a_frozen_agent_comes_back_with_its_ranks_as_reserves(launch: Callable[..., Job]) -> None:
+    """Its ranks are healthy, and train on in a round that is over, until it can tell them."""
+    job = launch(heartbeat_interval=0.5, heartbeat_timeout=3, **TWO)
+    before = job.wait_round(0)
+    freeze(job.agents["n1"].pid)
+    middle = job.wait_round(1)
+    assert sorted(middle) == [0, 1]
+    job.agents["n1"].send_signal(signal.SIGCONT)
+    job.wait_for(lambda: reserves(job) == {"n1/0", "n1/1"}, "the ranks of n1 to come back to the gate")
+    for rank, each in before.items():
+        assert lives(each.key), f"rank {rank} was healthy and is dead"
+    job.kill(middle[0])
+    after = job.wait_round(2)
+    assert job.survivors(middle, after, dead={0}) == 1
+    assert job.finish() == 0
+    job.assert_rounds(3)
 
 
 def test_two_agents_with_one_name(launch: Callable[..., Job]) -> None:

@@ -111,7 +111,8 @@ def test_a_finalize_hook_that_fails_costs_its_process(launch: Callable[..., Job]
 
 def test_children_of_a_rank_may_come_and_die(launch: Callable[..., Job]) -> None:
     """Forked workers, as a data loader makes them: their deaths are none of the rank's."""
-    job = launch("""
+    job = launch(
+        """
         def fault(round, step):
             if step == 3:
                 fault.child = os.fork()
@@ -126,7 +127,9 @@ def test_children_of_a_rank_may_come_and_die(launch: Callable[..., Job]) -> None
                 wait_said("all", round)
                 raise ValueError("boom")
         run(fault)
-        """)
+        """,
+        respawn=False,
+    )
     before = job.wait_round(0)
     job.wait_round(0, "buried")
     job.assert_rounds(1)

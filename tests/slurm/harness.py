@@ -141,8 +141,10 @@ class SlurmJob:
     def left(self) -> list[str]:
         return [" ".join(command_of(pid)) for pid in processes(SLURM_JOB_ID=self.id)]
 
-    def processes_named(self, name: str) -> list[int]:
-        return [pid for pid in processes(SLURM_JOB_ID=self.id) if command_of(pid)[0] == name]
+    def srun(self) -> int:
+        """The batch script's srun. It has a child that goes by the same name."""
+        found = {pid for pid in processes(SLURM_JOB_ID=self.id) if command_of(pid)[0] == "srun"}
+        return next(pid for pid in found if parent_of(pid) not in found)
 
 
 # ---- the cluster, whose nodes are all on this machine ------------------------------------------------------------
@@ -176,10 +178,17 @@ def node_daemon(node: str) -> int | None:
     return None
 
 
+def parent_of(pid: int) -> int:
+    try:
+        return int(Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()[1])
+    except OSError:
+        return 0
+
+
 def step_daemon(pid: int) -> int | None:
     """The slurmstepd that started `pid`."""
+    parent = parent_of(pid)
     with suppress(OSError):
-        parent = int(Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()[1])
         if Path(f"/proc/{parent}/comm").read_text().strip() == "slurmstepd":
             return parent
     return None

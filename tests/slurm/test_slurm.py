@@ -148,7 +148,7 @@ def test_srun_is_killed(submit: Callable[..., SlurmJob]) -> None:
     """Slurm ends the step then. The controller cannot know that its agents are gone for good; the script can."""
     job = submit(options=("--nodes=2",), respawn="false")
     job.wait_round(0, size=4)
-    os.kill(min(job.processes_named("srun")), signal.SIGKILL)
+    os.kill(job.srun(), signal.SIGKILL)
     assert job.wait_end() == ("FAILED", "137:0")
 
 

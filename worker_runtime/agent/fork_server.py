@@ -25,8 +25,10 @@ from .fork_child import BOOT, LIMIT, MARK_NAME, MARK_ROOM, TITLE_ROOM, target_of
 from .reaper import bury, claim_child
 from .tree import read_entry, send
 
-# torch._dynamo: every optimizer imports it on first use, with 800 more modules.
+LIGHT_MODULES = ("perdure.worker_runtime",)
+"""What is imported for ranks that do not use torch."""
 MODULES = ("numpy", "torch", "torch.distributed", "torch._dynamo", "perdure.worker_runtime")
+"""What is imported for those that do. torch._dynamo: every optimizer imports it on first use, with 800 more modules."""
 READY_S = 300.0
 """How long the imports may take."""
 PATIENCE_S = 10.0

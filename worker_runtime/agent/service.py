@@ -35,10 +35,10 @@ from ...protocol.messages import (
     Welcome,
 )
 from ...protocol.names import Slot, this_process
-from ...protocol.rank_messages import RANK_MESSAGE_LIMIT
+from ...protocol.rank_messages import RANK_MESSAGE_LIMIT, Ready
 from .actions import Action, AskStop, KillProcess, Leave, Say, Spawn, Tell, Write
 from .fork_child import target_of
-from .fork_server import ForkServer
+from .fork_server import LIGHT_MODULES, MODULES, ForkServer
 from .guarding import keep_guard
 from .hang import Progress, gloo_limit, stamp_interval
 from .keeper import keep_controller
@@ -73,6 +73,7 @@ class Agent:
         self._spawning: dict[Slot, trio.CancelScope] = {}
         self._outlets = self._open_outlets()
         self._fork_server: ForkServer | None = None
+        self._with_torch = False
         self._nursery: trio.Nursery | None = None
         self._leave: Leave | None = None
         self._told_to_end = False
@@ -255,6 +256,7 @@ class Agent:
             except BadMessage as error:
                 self._complain(f"{process.slot} sent what cannot be read: {error}")
                 continue
+            self._with_torch = self._with_torch or (isinstance(message, Ready) and message.torch)
             step = process.beats.read().step
             self._do(self._machine.rank_said(process.slot, process.life, message, step, time.monotonic()))
         return False
@@ -338,7 +340,8 @@ class Agent:
         options = self._options
         # With the token the guard finds the server, and the ranks from it, whose initial environment is the server's.
         ours = {"PERDURE_TOKEN": self._token, "PERDURE_JOB": options.job, "PERDURE_NODE": options.node}
-        self._fork_server = ForkServer({**options.environ, **ours}, self._complain)
+        modules = MODULES if self._with_torch else LIGHT_MODULES
+        self._fork_server = ForkServer({**options.environ, **ours}, self._complain, modules)
         if target_of(self._options.command, os.getcwd()) is not None:
             assert self._nursery is not None
             self._nursery.start_soon(self._fork_server.serve)
