@@ -122,8 +122,11 @@ def _message(error: BaseException) -> str:
 
 
 def _detail(error: BaseException) -> str:
+    at = error.__traceback__
+    while at is not None and at.tb_next is not None and at.tb_frame.f_code.co_filename.startswith(_OURS):
+        at = at.tb_next  # the frames through which we called the function say nothing
     try:
-        return clip(clean("".join(traceback.format_exception(error))))
+        return clip(clean("".join(traceback.format_exception(type(error), error, at))))
     except Exception as broken:
         return f"(its traceback cannot be made: {type(broken).__name__})"
 

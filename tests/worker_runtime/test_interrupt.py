@@ -54,6 +54,35 @@ def test_interrupted_everywhere(place: str) -> None:
         assert rank.finish()[:2] == (0, "again\n")
 
 
+def test_an_import_is_never_cut_short() -> None:
+    """torch, for one, cannot be imported again after half an import."""
+    with trainer("""
+        import sys, tempfile
+        folder = tempfile.TemporaryDirectory()
+        with open(os.path.join(folder.name, "slow_to_import.py"), "w") as file:
+            file.write("import time\\nfor _ in range(100): time.sleep(0.01)\\nwhole = True")
+        sys.path.insert(0, folder.name)
+
+        @perdure.resilient
+        def train(round):
+            round.ping(1)
+            import slow_to_import
+            if round.index == 0:
+                time.sleep(1000)
+            return slow_to_import.whole
+        print(train())
+        folder.cleanup()
+        """) as rank:
+        rank.start()
+        rank.wait_page(1)
+        ready = rank.interrupt(deadline_s=5)
+        assert ready.fault is None
+        rank.enter(1, port=ready.port)
+        rank.expect(Entered)
+        rank.expect(Returned)
+        assert rank.finish()[:2] == (0, "True\n")
+
+
 def test_who_swallows_is_named() -> None:
     with trainer("""
         def work():
