@@ -7,7 +7,7 @@ reports come in exactly once and in order.
 from dataclasses import dataclass, field
 
 from ..protocol.link import LatestQueue, ReceiveWindow
-from ..protocol.names import AgentName
+from ..protocol.names import AgentName, ProcessId, is_alive
 
 RESEND_AFTER_S = 1.0
 
@@ -19,7 +19,10 @@ ACKNOWLEDGE_WITHIN_S = 0.1
 
 @dataclass(slots=True, eq=False)
 class Peer:
-    """routing_id: where its frames go. heard_at: when anything last came from it."""
+    """routing_id: where its frames go. heard_at: when anything last came from it.
+
+    process: the agent's, if it has been seen to live on this machine (in this pid namespace): so can its death be.
+    """
 
     routing_id: bytes
     session: int
@@ -28,6 +31,10 @@ class Peer:
     orders: LatestQueue = field(default_factory=lambda: LatestQueue(RESEND_AFTER_S))
     reports: ReceiveWindow = field(default_factory=lambda: ReceiveWindow(ordered=True))
     owes_ack: bool = False
+    process: ProcessId | None = None
+
+    def look_for(self, process: ProcessId) -> None:
+        self.process = process if is_alive(process) else None
 
 
 class Peers:
@@ -87,6 +94,11 @@ class Peers:
         for peer in overdue:
             self.drop(peer.routing_id)
         return sorted(overdue, key=lambda peer: peer.heard_at)
+
+    def is_dead(self, routing_id: bytes) -> bool:
+        """Whether the agent behind this connection is known to have ended, so that it will not come back."""
+        peer = self._by_id.get(routing_id)
+        return peer is not None and peer.process is not None and not is_alive(peer.process)
 
     def drop(self, routing_id: bytes) -> AgentName | None:
         """A connection ended. Returns the agent's name if it was the accepted session of that agent."""

@@ -266,8 +266,9 @@ class Controller:
             self._stops += 1
             return [item]
         if isinstance(item, Disconnected):
+            dead = self._peers.is_dead(item.peer)
             agent = self._peers.drop(item.peer)
-            return [LinkLost(agent)] if agent is not None else []
+            return [LinkLost(agent, dead)] if agent is not None else []
         try:
             envelope = unpack(item.frame)
             if envelope.job != self._options.job:
@@ -281,7 +282,7 @@ class Controller:
     def _hear(self, routing_id: bytes, envelope: Envelope, message: FromAgent) -> list[Event]:
         now = self._clock.now()
         if isinstance(message, Hello):
-            self._peers.greeted(routing_id, envelope.session, message.agent, now)
+            self._peers.greeted(routing_id, envelope.session, message.agent, now).look_for(message.process)
             return [Attached(message)]
         peer = self._peers.of(routing_id, envelope.session)
         if peer is None:
@@ -384,6 +385,3 @@ class Controller:
                 for item in self._inbox.take():
                     self._understand(item)
                 self._send_due()
-        body = encode_body(Acknowledge())
-        for peer in self._peers.owed(float("inf")):
-            self._send(peer, 0, body)  # an agent waits a while for that before it leaves

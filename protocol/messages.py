@@ -56,6 +56,7 @@ class SlotState(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
     life: which process (1, 2, ...). round: the last round that it entered. port: TCP port that this process holds open
     for the next round's rendezvous store, valid at the gate. step: last step reached, -1 unknown.
     fault: the first fault of this process in `round`, kept until it enters another one. exit: set when stage is GONE.
+    passed: the last step that it had passed in `round` when it was told to hold, -1 none; None: not told, or no answer.
     functions: how many resilient functions this process has been through. change: how often its state has changed; of
     two states the one with the higher number is the newer.
     """
@@ -72,6 +73,7 @@ class SlotState(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
     exit: ExitRecord | None = None
     functions: int = 0
     change: int = 0
+    passed: int | None = None
 
 
 # ---- agent -> controller --------------------------------------------------------------------------------------
@@ -172,6 +174,8 @@ class Directive(msgspec.Struct, frozen=True, tag="directive", omit_defaults=True
     kill: processes to kill now. lives: slot -> the life that should be there: an agent that has an earlier one, dead,
     spawns the next. cause: one line that says why the round ends or the job ends.
     completed: resilient functions that the job is through with; a process that was started later is let through them.
+    hold: the job is asked to stop: no rank of `round` passes a further step, and each says which was its last.
+    stop_step: after this step all ranks leave the function, -1 while it is not agreed.
     """
 
     round: int
@@ -186,6 +190,8 @@ class Directive(msgspec.Struct, frozen=True, tag="directive", omit_defaults=True
     cause: str = ""
     code: int = 0
     completed: int = 0
+    hold: bool = False
+    stop_step: int = -1
 
 
 class Welcome(msgspec.Struct, frozen=True, tag="welcome"):
@@ -202,8 +208,8 @@ class Refused(msgspec.Struct, frozen=True, tag="refused"):
 
 
 class Unknown(msgspec.Struct, frozen=True, tag="unknown"):
-    """The session is not, or no longer, known here: begin another one, with a Hello. An agent that was given up because it
-    was silent, and is heard again on the same connection, is told so.
+    """The session is not, or no longer, known here: begin another one, with a Hello. So is told an agent that was given up
+    because it was silent, and is heard again on the same connection.
     """
 
 

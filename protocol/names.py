@@ -6,6 +6,7 @@ A *round* is one life of the training function on one set of ranks, counted from
 """
 
 import os
+from functools import cache
 from typing import NewType
 
 import msgspec
@@ -38,6 +39,7 @@ class ProcessId(msgspec.Struct, frozen=True, array_like=True):
     start: int
 
 
+@cache
 def boot_id() -> str:
     """The kernel's random id of this boot (Linux, /proc/sys/kernel/random/boot_id)."""
     with open("/proc/sys/kernel/random/boot_id") as file:

@@ -52,6 +52,13 @@ class Returned(msgspec.Struct, frozen=True, tag="returned"):
     round: int
 
 
+class Passed(msgspec.Struct, frozen=True, tag="passed"):
+    """Answer to Hold. step: the last one for which `should_stop` returned False in `round`, -1 if there is none."""
+
+    round: int
+    step: int
+
+
 class Leaving(msgspec.Struct, frozen=True, tag="leaving"):
     """Last words: this process is about to exit, on its own will. `fault` says why, if the training function was left."""
 
@@ -92,6 +99,19 @@ class Interrupt(msgspec.Struct, frozen=True, tag="interrupt"):
     cause: str
 
 
+class Hold(msgspec.Struct, frozen=True, tag="hold"):
+    """The job is asked to stop: pass no further step of `round`, and say which was the last."""
+
+    round: int
+
+
+class StopAt(msgspec.Struct, frozen=True, tag="stop_at"):
+    """All ranks leave the training function of `round` after `step`."""
+
+    round: int
+    step: int
+
+
 class Finish(msgspec.Struct, frozen=True, tag="finish"):
     """The job is over. A process whose function returned, and a reserve with code 0, return from the decorator; the others exit with `code`."""
 
@@ -99,5 +119,5 @@ class Finish(msgspec.Struct, frozen=True, tag="finish"):
     reason: str
 
 
-FromRank = Ready | Entered | Raised | Returned | Leaving | Note
-ToRank = Enter | Interrupt | Finish
+FromRank = Ready | Entered | Raised | Returned | Passed | Leaving | Note
+ToRank = Enter | Interrupt | Hold | StopAt | Finish

@@ -20,6 +20,7 @@ from types import FrameType, TracebackType
 from typing import Protocol
 
 from .evidence import frame_in_collective, user_place
+from .stopping import Stop
 from .swallow import Spot, spots, swallower
 
 FIRST_REPEAT_S = 0.05
@@ -61,7 +62,7 @@ class Flight:
         """Whether the main thread is in the training function. Written by the main thread only."""
         self.depth = 0
         """How many `atomic()` sections are open. Written by the main thread only."""
-        self.stop_step: int | None = None
+        self.stop = Stop()
         self.where = ""
         self.in_collective = False
         self.swallowed: list[str] = []
@@ -83,6 +84,7 @@ class Flight:
                 # Before the abort: afterwards a rank that waited in a collective is already on its way out of it.
                 frames = sys._current_frames()  # pyright: ignore[reportPrivateUsage]
                 self._look(frames.get(threading.main_thread().ident or 0))
+                self.stop.wake()
             return True
 
     def _look(self, frame: FrameType | None) -> None:
@@ -107,6 +109,15 @@ class Flight:
         self.depth -= 1
         if self.depth == 0 and self.wanted is not None and self.inside:
             self._wake()
+            raise RoundInterrupted(self.wanted)
+
+    def await_stop(self) -> None:
+        """Wait until it is agreed after which step all ranks leave. An interrupt ends the wait, too."""
+        while self.stop.step is None and self.wanted is None:
+            self.stop.sleep()
+        self.stop.wake()  # whoever else waits
+        in_main = threading.get_ident() == threading.main_thread().ident
+        if self.wanted is not None and in_main and self.inside and not self.depth:
             raise RoundInterrupted(self.wanted)
 
     def deliver(self, frame: FrameType | None) -> None:
@@ -191,6 +202,7 @@ class Interrupter:
         self._signal = 0
         if self.flight is not None:
             self.flight.wanted = None
+            self.flight.stop.held = False
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         flight = self.flight
@@ -213,6 +225,16 @@ class Interrupter:
             self._next = monotonic()
             self.tick()
         return True
+
+    def hold(self, index: int) -> int | None:
+        """The last step that flight `index` has passed, and it passes no other; None if that is not the flight."""
+        flight = self.flight
+        return flight.stop.hold() if flight is not None and flight.index == index else None
+
+    def stop_at(self, index: int, step: int) -> None:
+        flight = self.flight
+        if flight is not None and flight.index == index:
+            flight.stop.settle(step)
 
     @property
     def due(self) -> float | None:

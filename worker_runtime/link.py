@@ -27,7 +27,18 @@ import msgspec
 
 from ..protocol.exit_codes import ExitCode
 from ..protocol.names import RESERVE
-from ..protocol.rank_messages import RANK_MESSAGE_LIMIT, Enter, Finish, FromRank, Interrupt, Note, ToRank
+from ..protocol.rank_messages import (
+    RANK_MESSAGE_LIMIT,
+    Enter,
+    Finish,
+    FromRank,
+    Hold,
+    Interrupt,
+    Note,
+    Passed,
+    StopAt,
+    ToRank,
+)
 from .beats import W_AUTO
 from .evidence import clean
 from .interrupt import Interrupter
@@ -194,6 +205,9 @@ class Link:
                 return
         elif isinstance(order, Finish):
             self.interrupter.request(None, order.reason)
+        elif isinstance(order, Hold | StopAt):
+            self._stop(order)
+            return
         elif order.rank != RESERVE:
             # Here and not in the main thread: an Interrupt right behind it must find the flight.
             attempt = self._new_attempt(order)
@@ -201,6 +215,14 @@ class Link:
             self.orders.put(attempt)
             return
         self.orders.put(order)
+
+    def _stop(self, order: Hold | StopAt) -> None:
+        if isinstance(order, StopAt):
+            self.interrupter.stop_at(order.round, order.step)
+            return
+        passed = self.interrupter.hold(order.round)
+        if passed is not None:
+            self.send(Passed(order.round, passed))
 
     def _leave(self, why: str) -> None:
         if self._closing:

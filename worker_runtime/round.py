@@ -5,12 +5,16 @@
 
 from collections.abc import Generator
 from contextlib import contextmanager
+from operator import index
 from threading import get_ident, main_thread
 from time import monotonic_ns
 from typing import SupportsIndex
 
 from .beats import SECTIONS, SECTIONS_RECORDED, STEP_MAX, W_DEPTH, W_PAUSE_UNTIL, W_PING, W_SECTIONS, W_STEP
 from .interrupt import Flight
+
+WAIT_LIMIT_S = 86_400.0
+"""Longer than any wait for the step of a stop."""
 
 
 class Section:
@@ -64,6 +68,7 @@ class Round:
         "_atomic",
         "_flight",
         "_sections",
+        "_stop",
         "_words",
         "index",
         "local_rank",
@@ -93,6 +98,7 @@ class Round:
         self._words = words
         self._sections = {name: Section(words, number) for number, name in enumerate(SECTIONS, 1)}
         self._atomic = _Atomic(flight)
+        self._stop = flight.stop
 
     def __repr__(self) -> str:
         return f"Round(index={self.index}, rank={self.rank}, world_size={self.world_size})"
@@ -140,7 +146,25 @@ class Round:
                 words[W_PING] = monotonic_ns()
             words[W_PAUSE_UNTIL] = before
 
-    def should_stop(self, step: int) -> bool:
-        """Whether the job has decided that all ranks stop after `step`. Costs nothing: it asks nobody."""
-        stop = self._flight.stop_step
-        return stop is not None and step >= stop
+    def should_stop(self, step: SupportsIndex) -> bool:
+        """Whether all ranks are to leave after `step`, which is True for the same step on all of them.
+
+        Ask in every step, with the same growing number on all ranks. It costs nothing until somebody asks the job to
+        stop; then it may wait a moment, until all ranks have said how far they are.
+        """
+        try:
+            number = index(step)
+        except TypeError:
+            what = f"{type(step).__name__}: {step!r:.80}"
+            raise TypeError(f"round.should_stop(step) takes a whole number, not {what}") from None
+        return not self._stop.passes(number) and self._is_last(number)
+
+    def _is_last(self, step: int) -> bool:
+        """The job is to stop: wait until it is known after which step."""
+        stop = self._stop
+        if stop.step is None:
+            # The wait is bounded by others: the controller ends it after termination_grace_time, and the agent, where
+            # no controller comes back, after controller_timeout. Whoever waits here does not hang.
+            with self.pause(max=WAIT_LIMIT_S):
+                self._flight.await_stop()
+        return stop.step is not None and step >= stop.step

@@ -92,6 +92,8 @@ class Directives:
             cause=cause,
             code=job.code,
             completed=job.completed,
+            hold=job.stopping.request is not None and phase is not Phase.END,
+            stop_step=job.stopping.step,
         )
 
     def _seats_by_agent(self) -> dict[AgentName, list[Seat]]:
@@ -113,5 +115,5 @@ class Directives:
             return shared
         return Directive(
             shared.round, shared.phase, tuple(seats), shared.world_size, on_node, shared.master_addr,
-            shared.master_port, kill, lives, shared.cause, shared.code, shared.completed,
+            shared.master_port, kill, lives, shared.cause, shared.code, shared.completed, shared.hold, shared.stop_step,
         )  # fmt: skip

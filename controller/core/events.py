@@ -36,9 +36,10 @@ class Reported(msgspec.Struct, frozen=True, tag="reported"):
 
 
 class LinkLost(msgspec.Struct, frozen=True, tag="link_lost"):
-    """The connection to an agent closed. A living agent comes back at once."""
+    """The connection to an agent closed. A living agent comes back at once. dead: its process has been seen to end."""
 
     agent: AgentName
+    dead: bool = False
 
 
 class Silent(msgspec.Struct, frozen=True, tag="silent"):

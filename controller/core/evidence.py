@@ -86,7 +86,8 @@ class Evidence:
         if job.phase in (JobPhase.STOPPING, JobPhase.ENDED):
             return
         if job.phase is JobPhase.RELEASED or record.outside:
-            job.code = job.code or wording.exit_status(exit)
+            if not exit.killed_by:  # whom we had given up before, and who is dead only now, does not spoil the end
+                job.code = job.code or wording.exit_status(exit)
             return
         rank = job.round.seat_of(record) if job.round else None
         fault = wording.fault_of_exit(state)

@@ -27,6 +27,7 @@ from .evidence import Evidence
 from .planning import Planning
 from .roster import AgentRecord, Roster, SlotRecord, Watch
 from .rounds import JobPhase, Round, check_transition
+from .stopping import Stopping
 from .verdict import close_round
 
 LINK_GRACE_WITH_PEER_ERRORS_S = 0.25
@@ -66,13 +67,14 @@ class Job:
         self._busy = Watch(self.roster, lambda r: r.state.stage is not Stage.GONE and not r.agent.lost)
         self.planning = Planning(self)
         self.evidence = Evidence(self)
+        self.stopping = Stopping(self)
         self._handlers: dict[type[Event], Callable[..., None]] = {
             Opened: self._opened,
             Attached: self._attached,
             Reported: self._reported,
             LinkLost: self._link_lost,
             Silent: self._silent,
-            StopAsked: self._stop_asked,
+            StopAsked: self.stopping.asked,
             Tick: self._tick,
         }
         self._rules: dict[JobPhase, Callable[[], bool]] = {
@@ -93,7 +95,7 @@ class Job:
         self.now = now
         self.commands = []
         self._handlers[type(event)](event)
-        while self._rules[self.phase]():
+        while self.stopping.moved() or self._rules[self.phase]():
             pass
         self.commands += self.directives.changed()
         return self.commands
@@ -176,10 +178,8 @@ class Job:
     def _rearm(self) -> None:
         """The clock may be another machine's: every running deadline starts anew."""
         settings = self.settings
-        ending = self.phase in (
-            JobPhase.STOPPING,
-            JobPhase.ENDED,
-        )  # agents that have ended their ranks do not come back
+        # Agents that have ended their ranks do not come back.
+        ending = self.phase in (JobPhase.STOPPING, JobPhase.ENDED)
         if not ending and any(not a.lost for a in self.roster.agents.values()):
             self._await_agents()
         if self.phase is JobPhase.RUNNING and self._present_round().times.entered is None:
@@ -195,6 +195,7 @@ class Job:
         armed = per_phase.get(self.phase)
         if armed is not None:
             self.arm(*armed)
+        self.stopping.rearm()
 
     def _attached(self, event: Attached) -> None:
         hello = event.hello
@@ -238,6 +239,9 @@ class Job:
         agent.attached = False
         if self.phase in (JobPhase.STOPPING, JobPhase.ENDED) and not agent.busy:
             return  # it has ended its ranks and left, as it should
+        if event.dead:
+            self.evidence.lose_agent(agent, f"its process {agent.process.pid} is dead")
+            return
         grace = self.settings.last_call_wait
         if self.round and any(finding.fault.peer_error for finding in self.round.findings.values()):
             grace = min(grace, LINK_GRACE_WITH_PEER_ERRORS_S)
@@ -261,9 +265,6 @@ class Job:
         if agent is not None and not agent.lost:
             limit = self.settings.heartbeat_timeout
             self._give_up_agent(agent, f"not heard from for {event.age_s:.1f} s (heartbeat_timeout={limit:g})")
-
-    def _stop_asked(self, event: StopAsked) -> None:
-        self.end(event.code, event.reason)
 
     def _tick(self, event: Tick) -> None:
         links = [timer for timer in self.timers if timer.startswith(LINK)]
@@ -379,7 +380,10 @@ class Job:
         return self.round
 
     def abort(self) -> None:
-        """End the present round: bring every rank of it to the gate."""
+        """End the present round: bring every rank of it to the gate. A job that is to stop ends with it."""
+        if self.stopping.request is not None:
+            self.stopping.end()
+            return
         round = self._present_round()
         round.times.fault = self.now
         round.to_settle = {

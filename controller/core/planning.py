@@ -88,7 +88,10 @@ class Planning:
     def after_release(self) -> bool:
         """After a completed round the trainers exit, or meet at the gate again for another resilient function."""
         job = self._job
+        stops = job.stopping.request is not None
         if not self._present.any():
+            if stops:
+                return job.stopping.end()
             if job.code:
                 return job.end(job.code, f"completed, but a process exited with code {job.code} afterwards")
             return job.end(ExitCode.COMPLETED, "completed")
@@ -96,6 +99,8 @@ class Planning:
             job.timers.pop("regather", None)
             return False
         if not self._elsewhere.any():
+            if stops:
+                return job.stopping.end()
             job.timers.pop("regather", None)
             job.arm("respawn", 0.0)
             job.move(JobPhase.PLANNING)
@@ -113,7 +118,7 @@ class Planning:
     def needs_cause(self, round: Round) -> bool:
         """Whether it must first be known how a rank of this round died.
 
-        It may decide how the job ends, and with which code. Where reserves take over at once, nobody waits for that.
+        It may decide how the job ends, and with which code. Where the next round can begin at once, nobody waits.
         """
         job = self._job
         settings = job.settings
@@ -121,7 +126,8 @@ class Planning:
             return False
         limit = settings.max_rank_faults
         last = limit is not None and job.budget.rank_faults + len(round.findings) > limit
-        return last or len(self._candidates()) < min(settings.active_world_size or round.size, round.size)
+        least = round.size if settings.respawn else max(settings.min_world_size, settings.world_size_multiple_of)
+        return last or len(self._candidates()) < least
 
     def plan(self) -> bool:
         job = self._job
@@ -220,6 +226,8 @@ class Planning:
                 return
         if job.phase in (JobPhase.RELEASED, JobPhase.STOPPING, JobPhase.ENDED) or not job.settings.respawn:
             return
+        if job.stopping.request is not None:
+            return  # no further round is begun
         if record.state.round < 0 and fault.kind is FaultKind.EXIT and fault.code == 0:
             return  # a script that never calls a resilient function; see `form`
         if record.failed_starts > START_FAILURES_LIMIT:

@@ -14,7 +14,7 @@ from perdure.protocol.keys import JobKeys, create_keys
 from perdure.protocol.messages import PROTOCOL_VERSION, Hello, SlotState, Welcome
 from perdure.protocol.names import AgentName, this_process
 from perdure.protocol.settings import Settings
-from perdure.protocol.wire import Received
+from perdure.protocol.wire import Disconnected, Received
 from perdure.worker_runtime.agent import link
 from perdure.worker_runtime.agent.link import Handlers, Link
 
@@ -72,11 +72,16 @@ async def lead(
         task_status.started()
         while True:
             for event in await wire.events():
-                if isinstance(event, Received):
-                    envelope = unpack(event.frame)
-                    if isinstance(decode_from_agent(envelope.body), Hello):
-                        body = encode_body(Welcome(number, Settings()))
-                        wire.send(event.peer, pack(JOB, number, envelope.session, 0, 0, body))
+                welcome(wire, event, number)
+
+
+def welcome(wire: ControllerSocket, event: Received | Disconnected, number: int) -> None:
+    if not isinstance(event, Received):
+        return
+    envelope = unpack(event.frame)
+    if isinstance(decode_from_agent(envelope.body), Hello):
+        body = encode_body(Welcome(number, Settings()))
+        wire.send(event.peer, pack(JOB, number, envelope.session, 0, 0, body))
 
 
 def publish(folder: Path, attempt: int, address: str, keys: JobKeys, incarnation: int = 1, job: str = JOB) -> None:

@@ -3,8 +3,7 @@
 from pathlib import Path
 
 from perdure.controller.journal import Journal, read_header
-from perdure.controller.run_directory import RunDirectory
-from perdure.controller.service import attempt_number
+from perdure.controller.run_directory import RunDirectory, attempt_number
 from perdure.protocol.exit_codes import ExitCode
 
 

@@ -17,10 +17,11 @@ def fault(round, step):
 """
 
 
-def measure(job: Job, index: int) -> dict[str, Usage]:
-    """Of every process of the job, in a round in which all ranks stand still."""
+def measure(job: Job, index: int, processes: int) -> dict[str, Usage]:
+    """Of the job's processes, in a round in which all ranks stand still, and when the agent has so many descendants."""
     seats = job.wait_round(index, "here", deadline_s=60)
     agent = job.agents["n0"].pid
+    job.wait_for(lambda: len(descendants_of(agent)) == processes, f"{processes} processes below the agent")
     found = {f"rank {rank}": Usage(each.pid) for rank, each in seats.items()}
     found |= {"agent": Usage(agent), "controller": Usage(job.controller_pid())}
     job.say(f"measured-{index}")
@@ -41,7 +42,7 @@ def test_fifty_rounds_leave_nothing_in_ranks_agent_and_controller(launch: Callab
     source = MANY.replace("FAULT", lost) + "run(fault, gloo=True)\n"
     job = launch(source.replace("ROUNDS", "50"), nproc=2, respawn=False)
     before = job.wait_round(0)
-    early, late = measure(job, 5), measure(job, 50)
+    early, late = measure(job, 5, 4), measure(job, 50, 4)
     assert job.survivors(before, job.wait_round(50)) == 2
     assert job.finish() == 0
     job.assert_rounds(51)
@@ -52,10 +53,8 @@ def test_fifty_rounds_leave_nothing_in_ranks_agent_and_controller(launch: Callab
 def test_twenty_deaths_leave_nothing_in_agent_and_controller(launch: Callable[..., Job]) -> None:
     source = MANY.replace("FAULT", "os.kill(os.getpid(), signal.SIGKILL)") + "run(fault)\n"
     job = launch(source.replace("ROUNDS", "20"), nproc=3, active_world_size=2)
-    early, late = measure(job, 5), measure(job, 20)
-    agent = job.agents["n0"].pid
-    expected = 6  # three ranks, controller, guard, fork server
-    job.wait_for(lambda: len(descendants_of(agent)) <= expected, "the end of all dead ranks")
+    processes = 6  # three ranks, controller, guard, fork server
+    early, late = measure(job, 5, processes), measure(job, 20, processes)
     assert job.finish() == 0
     job.assert_rounds(21)
     assert_flat(*({name: each[name] for name in ("agent", "controller")} for each in (early, late)), grown_mb=8)

@@ -1,6 +1,8 @@
 """Agents and whole nodes die, come back, or collide: the others go on in their own processes."""
 
+import os
 import signal
+import subprocess
 from collections.abc import Callable
 from typing import Any
 
@@ -41,6 +43,24 @@ def test_a_lost_node_is_replaced_by_reserves(launch: Callable[..., Job], node: s
     assert job.finish() == 0
     job.assert_rounds(2)
     assert job.log("node_lost")[0]["text"].startswith(f"agent {node} is lost with 2 slots")
+
+
+def test_a_lost_node_whose_death_nobody_sees(launch: Callable[..., Job]) -> None:
+    """Its processes are in another pid namespace: only its connection tells, and may come back for a while."""
+    away = ["unshare", "--pid", "--fork", "--mount-proc", "--kill-child"]
+    if os.geteuid() != 0 or subprocess.run([*away, "true"], capture_output=True, check=False).returncode:
+        pytest.skip("no pid namespaces can be made here")
+    job = launch(prefixes={"n1": away}, **TWO)
+    before = job.wait_round(0)
+    agent = job.agents.pop("n1")
+    agent.kill()
+    agent.wait(10)
+    after = job.wait_round(1)
+    left = {rank: each for rank, each in before.items() if each.slot.startswith("n0/")}
+    assert job.survivors(left, after) == 2
+    assert job.finish() == 0
+    job.assert_rounds(2)
+    assert "its connection closed and did not come back" in job.log("node_lost")[0]["text"]
 
 
 @pytest.mark.parametrize("granularity", ["node", "rank"])
@@ -96,7 +116,7 @@ def test_a_forked_rank_dies_with_its_agent(launch: Callable[..., Job]) -> None:
 
 def test_the_only_agent_is_killed(launch: Callable[..., Job]) -> None:
     """It started the controller itself, which ends the job: nobody is left who could run it."""
-    job = launch(heartbeat_timeout=3)
+    job = launch()
     job.wait_round(0)
     wait_gone(job, lose_agent(job, "n0"), 3)
     job.wait_for(lambda: not processes_with(job.mark), "the end of the controller")

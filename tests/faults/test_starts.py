@@ -30,8 +30,16 @@ def test_a_process_that_hangs_before_the_gate_is_killed_and_started_again(launch
 
 
 def test_a_frozen_reserve_is_found_when_it_is_needed(launch: Callable[..., Job]) -> None:
-    """Nobody judges a reserve while it waits. Given a seat it never enters, and costs one round and itself."""
-    job = launch('tell("started")\nrun()', nproc=3, active_world_size=2, **QUICK_BARRIER)
+    """Nobody judges a reserve while it waits. Given a seat it never enters, and costs one round and itself.
+
+    It dies of the kill only when the training is complete, which is then no less a success.
+    """
+    source = """
+        tell("started")
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        run()
+        """
+    job = launch(source, nproc=3, active_world_size=2, termination_grace_time=2, **QUICK_BARRIER)
     before = job.wait_round(0)
     (reserve,) = {each.key for each in job.events("started")} - {each.key for each in before.values()}
     (frozen,) = [each for each in job.events("started") if each.key == reserve]

@@ -26,6 +26,7 @@ def draw_world(seed: int, *, tracing: bool = False) -> World:
         respawn=chance.random() < 0.7,
         max_iterations=chance.choice((None, None, None, 3, 8)),
         max_rank_faults=chance.choice((None, None, None, 4)),
+        termination_grace_time=chance.choice((0.5, 0.5, 3.0, 12.0)),
     )
     functions = chance.choice((1, 1, 2))
     return World(
@@ -88,7 +89,7 @@ MISFORTUNES: list[tuple[Callable[[World, SimRank, SimAgent], None], float]] = [
     (lambda world, rank, agent: world.part(agent, world.clock.chance.uniform(0.5, 15.0)), 2),
     (lambda world, rank, agent: world.kill_agent(agent, world.clock.chance.choice((None, 0.2, 1.0, 8.0))), 1),
     (lambda world, rank, agent: world.crash_controller(world.clock.chance.uniform(0.1, 8.0)), 3),
-    (lambda world, rank, agent: agent.stop(143, "SIGTERM"), 0.1),
+    (lambda world, rank, agent: agent.stop(143, f"SIGTERM to {agent.name}"), 0.7),
 ]
 """What may go wrong, and how often compared with the others."""
 

@@ -40,6 +40,7 @@ def check_plan(world: World) -> None:
     assert len({(record.agent.process, record.slot, round.lives[rank]) for rank, record in round.seats.items()}) == (
         round.size
     ), "one process in two seats"
+    assert world.controller.job.stopping.request is None, f"round {round.index} of a job that is to stop"
     assert round.index == world.last_round + 1, f"round {round.index} after round {world.last_round}"
     world.last_round = round.index
     world.round_began()
@@ -76,6 +77,14 @@ def check_entered(world: World, entering: SimRank) -> None:
                 assert not stands_by_the_job(world, agent, rank), (
                     f"{entering} runs round {entering.round} while {rank} still runs round {rank.round}"
                 )
+
+
+def check_stopped(world: World, leaving: SimRank, passed: int | None) -> None:
+    """All ranks that leave because the job is to stop leave after the same step, which none has passed before."""
+    step = world.stops.setdefault(leaving.round, leaving.step)
+    assert leaving.step == step, f"{leaving} leaves after step {leaving.step}, another one after {step}"
+    assert passed is not None, f"{leaving} left, and was never held"
+    assert passed < step, f"{leaving} had passed step {passed} and leaves after step {step}"
 
 
 def stands_by_the_job(world: World, agent: SimAgent, rank: SimRank) -> bool:

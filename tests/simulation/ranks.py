@@ -14,11 +14,14 @@ from perdure.protocol.rank_messages import (
     Entered,
     Finish,
     FromRank,
+    Hold,
     Interrupt,
     Leaving,
+    Passed,
     Raised,
     Ready,
     Returned,
+    StopAt,
     ToRank,
 )
 from perdure.worker_runtime.agent.hang import Progress
@@ -67,6 +70,7 @@ class SimRank:
         self._entered_at = 0.0
         self._first_step = 0
         self._left: int | None = None
+        self._passed: int | None = None
         self._ordered: list[ToRank] = []
         self._channel_free = 0.0
         self.clock.after(self.clock.chance.uniform(0.2, 2.0), self._started)
@@ -101,6 +105,10 @@ class SimRank:
                 self._enter(message)
             case Interrupt():
                 self._interrupted(message.round)
+            case Hold():
+                self._hold(message.round)
+            case StopAt():
+                self._stop_at(message)
             case Finish():
                 self._finish(message.code)
 
@@ -115,7 +123,7 @@ class SimRank:
     def _enter(self, order: Enter) -> None:
         assert self.place is Place.GATE, f"{self} was told to enter round {order.round} while {self.place.value}"
         self.place, self.round, self.rank = Place.INSIDE, order.round, order.rank
-        self._left = None
+        self._left = self._passed = None
         self._entered_at = self.clock.now
         self._first_step = self.agent.world.furthest_step
         self._say(Entered(order.round))
@@ -127,7 +135,8 @@ class SimRank:
         self.clock.after(self.agent.world.function_s(index), lambda: self._return(index))
 
     def _return(self, index: int) -> None:
-        if self.place is Place.INSIDE and self.round == index and self.hang is None and self._left is None:
+        free = self.hang is None and self._left is None and self._passed is None
+        if self.place is Place.INSIDE and self.round == index and free:
             self.walk()
             self.place = Place.RETURNED
             self._say(Returned(index))
@@ -135,7 +144,8 @@ class SimRank:
     def walk(self) -> None:
         """Bring `step` up to now."""
         if self.place is Place.INSIDE and self.hang is None:
-            self.step = self._first_step + int((self.clock.now - self._entered_at) * STEPS_PER_S)
+            step = self._first_step + int((self.clock.now - self._entered_at) * STEPS_PER_S)
+            self.step = step if self._passed is None else min(step, self._passed + 1)
             self.agent.world.furthest_step = max(self.agent.world.furthest_step, self.step)
 
     def progress(self) -> Progress:
@@ -144,6 +154,32 @@ class SimRank:
         moved = self.hung_at if self.hang else now
         auto = now if self.hang is Hang.LIVELOCK else moved
         return Progress(auto, moved, 0.0, self.step)
+
+    # ---- an orderly stop --------------------------------------------------------------------------------------
+
+    def _hold(self, index: int) -> None:
+        """As if it asked in every step; held, it does one step more and waits there. A stuck one answers nothing."""
+        if self.round != index or self.hang is Hang.STUCK or self.place not in (Place.INSIDE, Place.RETURNED):
+            return
+        self.walk()
+        self._passed = self.step
+        self._say(Passed(index, self.step))
+
+    def _stop_at(self, order: StopAt) -> None:
+        if self.round != order.round or self.place is not Place.INSIDE or self.hang or self._left is not None:
+            return
+        assert self._passed is not None, f"{self} was told when to stop, and never to hold"
+        self.walk()
+        steps = order.step - self.step
+        self.clock.after(max(steps, 0) / STEPS_PER_S + self.clock.chance.uniform(0.0, 0.05), lambda: self._stop(order))
+
+    def _stop(self, order: StopAt) -> None:
+        """`should_stop` is True."""
+        if self.place is Place.INSIDE and self.round == order.round and self.hang is None and self._left is None:
+            self.step = order.step
+            self.place = Place.RETURNED
+            self.agent.world.stopped(self, self._passed)
+            self._say(Returned(order.round))
 
     # ---- leaving the function ---------------------------------------------------------------------------------
 

@@ -29,6 +29,7 @@ class Fate(RuleBasedStateMachine):
         spares=st.integers(0, 2),
         budget=st.sampled_from((None, None, 2, 5)),
         functions=st.sampled_from((1, 2)),
+        grace_s=st.sampled_from((0.5, 4.0, 15.0)),
         bad_weather=st.booleans(),
     )
     def begin(
@@ -41,11 +42,16 @@ class Fate(RuleBasedStateMachine):
         spares: int,
         budget: int | None,
         functions: int,
+        grace_s: float,
         bad_weather: bool,
     ) -> None:
         active = sum(layout) - spares if 0 < spares < sum(layout) else None
         knobs = settings_with(
-            granularity=granularity, respawn=respawn, active_world_size=active, max_rank_faults=budget
+            granularity=granularity,
+            respawn=respawn,
+            active_world_size=active,
+            max_rank_faults=budget,
+            termination_grace_time=grace_s,
         )
         self.world = World(seed, layout, knobs, per_node=per_node, functions=functions)
         if bad_weather:
@@ -120,6 +126,13 @@ class Fate(RuleBasedStateMachine):
         self.world.crash_chance = 1.0
         self.world.run(1.0)
         self.world.crash_chance = 0.0
+
+    @precondition(alive)
+    @rule(number=numbers)
+    def an_agent_is_told_to_stop(self, number: int) -> None:
+        agents = self.world.living()
+        agent = agents[number % len(agents)]
+        agent.stop(143, f"SIGTERM to {agent.name}")
 
     @precondition(alive)
     @rule()

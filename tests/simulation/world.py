@@ -13,7 +13,7 @@ from perdure.protocol.settings import Settings
 from .agents import SimAgent
 from .clockwork import Clockwork
 from .controllers import SimController
-from .invariants import check_entered
+from .invariants import check_entered, check_stopped
 from .network import Weather
 from .ranks import Place, SimRank
 
@@ -59,6 +59,8 @@ class World:
         self.furthest_step = 0
         self.last_round = -1
         self.rank_faults = 0
+        self.stops: dict[int, int] = {}
+        """round -> the step after which its ranks left because the job was to stop."""
         self.agents: list[SimAgent] = []
         self._function_s = function_s
         self._processes = 0
@@ -83,6 +85,10 @@ class World:
     def entered(self, rank: SimRank) -> None:
         self.clock.say(rank, f"runs round {rank.round} as rank {rank.rank}")
         check_entered(self, rank)
+
+    def stopped(self, rank: SimRank, passed: int | None) -> None:
+        self.clock.say(rank, f"leaves round {rank.round} after step {rank.step}")
+        check_stopped(self, rank, passed)
 
     def broken(self, rank: SimRank) -> None:
         """A rank left its round in the middle: some of its peers see a broken connection."""

@@ -145,11 +145,11 @@ def test_agents_that_cannot_start_end_the_job(submit: Callable[..., SlurmJob]) -
 
 
 def test_srun_is_killed(submit: Callable[..., SlurmJob]) -> None:
-    """Slurm ends the step then. The controller cannot know that its agents are gone for good; the script can."""
+    """Slurm ends the step then. On its own machine the controller sees that the agents are dead; else the script acts."""
     job = submit(options=("--nodes=2",), respawn="false")
     job.wait_round(0, size=4)
     os.kill(job.srun(), signal.SIGKILL)
-    assert job.wait_end() == ("FAILED", "137:0")
+    assert job.wait_end() in (("FAILED", "91:0"), ("FAILED", "137:0"))
 
 
 def test_a_real_training_loses_rank_0(submit: Callable[..., SlurmJob]) -> None:

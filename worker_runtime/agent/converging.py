@@ -4,7 +4,7 @@ What is done once is remembered in the slot, so this may be asked after every ev
 """
 
 from ...protocol.messages import Directive, Phase, Seat, Stage
-from ...protocol.rank_messages import Enter, Finish, Interrupt
+from ...protocol.rank_messages import Enter, Finish, Hold, Interrupt, StopAt
 from .actions import Action, Say, Tell
 from .local_slot import LocalSlot
 
@@ -23,6 +23,7 @@ def converge(local: LocalSlot, order: Directive, job: str) -> list[Action]:
         case Phase.RUN:
             actions += _leave_round(local, order.round - 1, "the round is over and this rank has no seat in the next")
             actions += _take_seat(local, order, job)
+            actions += _stop_round(local, order)
         case Phase.ABORT:
             actions += _leave_round(local, order.round, order.cause)
             actions += _skip_round(local, order.round)
@@ -73,6 +74,20 @@ def _take_seat(local: LocalSlot, order: Directive, job: str) -> list[Action]:
         return []
     local.entering = order.round
     return [Say(local.slot, local.life, _enter(local, seat, order, job))]
+
+
+def _stop_round(local: LocalSlot, order: Directive) -> list[Action]:
+    """The round is to end after a step on which all ranks agree: first each says how far it is."""
+    if local.stage not in (Stage.RUNNING, Stage.RETURNED) or local.state.round != order.round:
+        return []
+    actions: list[Action] = []
+    if order.hold and local.held != order.round:
+        local.held = order.round
+        actions.append(Say(local.slot, local.life, Hold(order.round)))
+    if order.stop_step >= 0 and local.stopped != order.round:
+        local.stopped = order.round
+        actions.append(Say(local.slot, local.life, StopAt(order.round, order.stop_step)))
+    return actions
 
 
 def _enter(local: LocalSlot, seat: Seat, order: Directive, job: str) -> Enter:

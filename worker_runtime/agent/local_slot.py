@@ -13,7 +13,7 @@ from .actions import Action, KillProcess
 @dataclass(slots=True)
 class LocalSlot:
     """entering: the round that its process was told to enter and has not reported from.
-    interrupted: the last round that it was told to leave.
+    interrupted, held, stopped: the last round that it was told to leave, to hold, and after which step to stop.
     killing: why we are killing it. spawned: when, on the agent's clock.
     look_at: when to judge its progress next, None while it is not judged.
     """
@@ -21,6 +21,8 @@ class LocalSlot:
     state: SlotState
     entering: int | None = None
     interrupted: int = NO_ROUND
+    held: int = NO_ROUND
+    stopped: int = NO_ROUND
     finish_told: bool = False
     killing: str = ""
     spawned: float = 0.0
@@ -57,6 +59,7 @@ class LocalSlot:
         fault: Fault | None = None,
         exit: ExitRecord | None = None,
         functions: int | None = None,
+        passed: int | None = None,
     ) -> SlotState:
         """Replace what is given and keep the rest; returns the new state."""
         state = self.state
@@ -70,13 +73,15 @@ class LocalSlot:
             fault=state.fault if fault is None else fault,
             exit=state.exit if exit is None else exit,
             functions=state.functions if functions is None else functions,
+            passed=state.passed if passed is None else passed,
             change=state.change + 1,
         )
         return self.state
 
-    def forget_fault(self) -> None:
-        """A new round begins: what went wrong in the last one is over."""
-        self.state = msgspec.structs.replace(self.state, fault=None, port=0, change=self.state.change + 1)
+    def begin_round(self) -> None:
+        """What went wrong in the last round is over."""
+        change = self.state.change + 1
+        self.state = msgspec.structs.replace(self.state, fault=None, port=0, passed=None, change=change)
 
     def kill(self, why: str) -> list[Action]:
         """Kill its process, unless that is under way."""

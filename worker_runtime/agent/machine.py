@@ -18,7 +18,7 @@ from ...protocol.exit_codes import ExitCode
 from ...protocol.faults import Fault, FaultKind
 from ...protocol.messages import Directive, ExitRecord, Phase, SlotState, Stage
 from ...protocol.names import NO_ROUND, AgentName, Slot, slot_name
-from ...protocol.rank_messages import Entered, FromRank, Leaving, Note, Raised, Ready, Returned
+from ...protocol.rank_messages import Entered, FromRank, Leaving, Note, Passed, Raised, Ready, Returned
 from ...protocol.settings import Settings
 from .actions import Action, AskStop, KillProcess, Leave, Spawn, Tell, Write
 from .converging import converge
@@ -87,6 +87,8 @@ class AgentMachine:
                 self._failed(local, message.fault, step)
             case Returned():
                 self._returned(local, message, step)
+            case Passed():
+                self._passed(local, message)
             case Note():
                 self._actions.append(Write("rank", message.text, message.level, slot))
         self._converge(local, now)
@@ -140,7 +142,7 @@ class AgentMachine:
         if self._over and directive.phase is not Phase.END:
             return self._done()  # it has ended its ranks by itself, and there is no way back
         self.directive = directive
-        if self._over:
+        if self._over or directive.hold:
             self._stop_deadline = None
         for local in self.slots.values():
             self._converge(local, now)
@@ -154,7 +156,7 @@ class AgentMachine:
             self._end_alone(code, reason, now)
             if again:
                 self._kill_all_at_once()
-        else:
+        elif not self.directive.hold:  # else the controller knows already
             self._stop_deadline = now + STOP_ANSWER_S
             self._actions.append(AskStop(code, reason))
         return self._done()
@@ -252,7 +254,7 @@ class AgentMachine:
             return
         local.entering = None
         local.look_at = now + min(self.settings.soft_timeout, self.settings.hard_timeout)
-        local.forget_fault()
+        local.begin_round()
         local.change(stage=Stage.RUNNING, round=message.round)
         self._tell(local)
 
@@ -260,6 +262,11 @@ class AgentMachine:
         local.look_at = None
         local.change(stage=Stage.RETURNED, round=message.round, step=step)
         self._tell(local)
+
+    def _passed(self, local: LocalSlot, message: Passed) -> None:
+        if message.round == local.state.round and local.state.passed is None:
+            local.change(passed=message.step)
+            self._tell(local)
 
     def _failed(self, local: LocalSlot, fault: Fault | None, step: int) -> None:
         """A rank says that it failed, or that it leaves; either way before the deed is done."""

@@ -115,10 +115,11 @@ class Agent:
         return self._leave.code
 
     async def _deliver(self) -> None:
-        """The controller should hear of the last exits."""
+        """The controller should hear of the last exits; if it has died, its successor, which may be on its way."""
         self._link.acknowledge()
+        awaited = self._told_to_end and not self._link.up
         with trio.move_on_after(DELIVERY_S):
-            while not self._link.idle and (self._link.up or self._told_to_end):
+            while not self._link.idle and (self._link.up or awaited):
                 await self._bell.wait()
 
     def _open_outlets(self) -> tuple[Outlet, ...]:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import msgspec
 
 from perdure.controller.core.commands import Command, Direct, Finished, Refuse, Tell
-from perdure.controller.core.events import Attached, Event, LinkLost, Opened, Reported, Silent, Tick
+from perdure.controller.core.events import Attached, Event, LinkLost, Opened, Reported, Silent, StopAsked, Tick
 from perdure.controller.core.job import Job
 from perdure.controller.core.rounds import JobPhase
 from perdure.protocol.faults import Fault, FaultKind
@@ -105,7 +105,7 @@ class Desk:
     def enter(self, *slots: str) -> None:
         assert self.job.round is not None
         for slot in slots:
-            self.report(slot, stage=Stage.RUNNING, round=self.job.round.index, fault=None, port=0)
+            self.report(slot, stage=Stage.RUNNING, round=self.job.round.index, fault=None, port=0, passed=None)
 
     def returns(self, *slots: str) -> None:
         for slot in slots:
@@ -136,6 +136,18 @@ class Desk:
 
     def silent(self, agent: str) -> None:
         self.do(Silent(AgentName(agent), self.settings.heartbeat_timeout))
+
+    def stop(self, code: int = 143, reason: str = "SIGTERM") -> None:
+        self.do(StopAsked(code, reason))
+
+    def stop_at_once(self, code: int = 143, reason: str = "SIGTERM") -> None:
+        """The same somebody asks twice."""
+        self.stop(code, reason)
+        self.stop(code, reason)
+
+    def passed(self, slot: str, step: int) -> None:
+        """A rank that was told to hold says which step it passed last."""
+        self.report(slot, passed=step)
 
     # ---- longer ways ------------------------------------------------------------------------------------------
 

@@ -37,7 +37,7 @@ def desk_in(phase: JobPhase) -> Desk:
             desk.gone("n1/1")
             desk.gate("n0/1", "n1/0")
         case JobPhase.STOPPING | JobPhase.ENDED:
-            desk.do(StopAsked(1, "asked"))
+            desk.stop_at_once(1, "asked")
             for slot in desk.states if phase is JobPhase.ENDED else ():
                 desk.gone(slot, 1)
         case _:
@@ -80,7 +80,7 @@ def sight(job: Job) -> tuple[object, ...]:
     """What counts of a job's state."""
     round = job.round
     return (
-        job.phase, job.code, job.reason, dict(job.timers), job.completed, job.budget.rank_faults,
+        job.phase, job.code, job.reason, dict(job.timers), job.completed, job.budget.rank_faults, job.stopping.request,
         round and (round.index, dict(round.findings), set(round.to_enter), set(round.to_return), set(round.to_settle)),
         [(record.state, record.wanted, record.condemned) for record in job.roster.slots()],
     )  # fmt: skip

@@ -4,7 +4,7 @@ import msgspec
 import pytest
 
 from perdure.controller.core.budget import SAME_FAILURE_LIMIT, SAME_FAILURE_LIMIT_WITHOUT_STEPS
-from perdure.controller.core.events import Opened, StopAsked
+from perdure.controller.core.events import Opened
 from perdure.controller.core.rounds import JobPhase
 from perdure.protocol.faults import FaultKind
 from perdure.protocol.messages import Phase, Stage
@@ -288,8 +288,8 @@ def test_some_ranks_that_leave_without_calling_the_function_end_the_job() -> Non
 
 def test_a_stop_ends_everybody_with_its_code() -> None:
     desk = Desk((1, 1)).form()
-    desk.do(StopAsked(143, "SIGTERM"))
-    desk.do(StopAsked(130, "SIGINT"))
+    desk.stop_at_once(143, "SIGTERM")
+    desk.stop(130, "SIGINT")
     assert desk.ending == (143, "SIGTERM")
     assert {desk.order(agent).phase for agent in ("n0", "n1")} == {Phase.END}
     desk.gone("n0/0", 143)
@@ -301,7 +301,7 @@ def test_a_stop_ends_everybody_with_its_code() -> None:
 
 def test_agents_that_do_not_end_are_named() -> None:
     desk = Desk((1, 1)).form()
-    desk.do(StopAsked(143, "SIGTERM"))
+    desk.stop_at_once(143, "SIGTERM")
     desk.gone("n0/0", 143)
     desk.wait()
     assert desk.told("stop_late") == ["agents did not end their ranks in time: n1"]
@@ -310,7 +310,7 @@ def test_agents_that_do_not_end_are_named() -> None:
 
 def test_a_failed_agent_is_not_waited_for_while_stopping() -> None:
     desk = Desk((1, 1)).form()
-    desk.do(StopAsked(143, "SIGTERM"))
+    desk.stop_at_once(143, "SIGTERM")
     desk.gone("n0/0", 143)
     desk.link_lost("n1")
     desk.wait()
