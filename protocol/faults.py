@@ -39,16 +39,17 @@ class Fault(msgspec.Struct, frozen=True, omit_defaults=True):
     """One piece of evidence that a rank failed.
 
     slot, life, round: which process, in which round (NO_ROUND: before its first).
-    kind: what was seen. message: one line for people. detail: traceback or last stderr lines, at most DETAIL_LIMIT characters.
-    code: exit code (EXIT), signal number (SIGNAL, OOM) or 0.
-    error: the exception's type name, if there was one.
+    kind: what was seen. message: one line for people.
+    detail: traceback or last stderr lines, at most DETAIL_LIMIT characters.
+    code: exit code (EXIT), signal number (SIGNAL, OOM) or 0. error: the exception's type name, if there was one.
     place: `file:line` of the innermost frame that is the user's, if known. Part of the failure's signature.
     step: the last step that the rank reached, -1 if it never said.
     entered: whether the training function had been entered by this process.
     peer_error: the failure is what a rank sees when *another* one is gone (connection reset, collective timed out).
     in_collective: the main thread was inside a collective when it was interrupted or judged.
-    stale_s: for hangs, seconds without progress at the time of judging. interpreter_runs: for hangs, only the work stood
-    still, while the main thread ran Python: it did not wait in C for somebody else.
+    stale_s: for hangs, seconds without progress at the time of judging.
+    interpreter_runs: for hangs, only the work stood still, while the main thread ran Python: it did not wait in C for
+    somebody else.
     """
 
     slot: Slot

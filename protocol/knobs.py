@@ -63,7 +63,12 @@ KNOBS: dict[str, Knob] = {
         Knob("forming_timeout", Kind.DURATION, "for all agents and ranks to be there at the start"),
         Knob("startup_timeout", Kind.DURATION, "for a new process to import its program"),
         Knob("controller_timeout", Kind.DURATION, "an agent without a controller for so long ends its ranks"),
-        Knob("termination_grace_time", Kind.DURATION, "between SIGTERM and SIGKILL", zero=True),
+        Knob(
+            "termination_grace_time",
+            Kind.DURATION,
+            "for ranks to leave when the job is to stop; between SIGTERM and SIGKILL",
+            zero=True,
+        ),
         Knob("last_call_wait", Kind.DURATION, "for faults that belong together, at most", zero=True),
         Knob("respawn", Kind.FLAG, "start a new process in the slot of a dead one, as a reserve"),
         Knob("observe_only", Kind.FLAG, "log what the detectors find, and do nothing about it"),

@@ -208,8 +208,8 @@ class Refused(msgspec.Struct, frozen=True, tag="refused"):
 
 
 class Unknown(msgspec.Struct, frozen=True, tag="unknown"):
-    """The session is not, or no longer, known here: begin another one, with a Hello. So is told an agent that was given up
-    because it was silent, and is heard again on the same connection.
+    """The session is not, or no longer, known here: begin another one, with a Hello. So is told an agent that was
+    given up because it was silent, and is heard again on the same connection.
     """
 
 

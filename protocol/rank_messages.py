@@ -1,7 +1,7 @@
 """Every message between an agent and the worker runtime in one of its ranks.
 
-They travel over a private pair of connected SOCK_SEQPACKET sockets, inherited by the rank: one message a packet, ordered,
-never lost while both live, and the kernel tells each side at once when the other is gone.
+They travel over a private pair of connected SOCK_SEQPACKET sockets, inherited by the rank: one message a packet,
+ordered, never lost while both live, and the kernel tells each side at once when the other is gone.
 """
 
 import msgspec
@@ -19,9 +19,9 @@ class Ready(msgspec.Struct, frozen=True, tag="ready", omit_defaults=True):
     """At the gate. round: the last one entered. port: held open for the next round's store.
 
     fault: why this process came back from `round`; None if it was merely interrupted, or never ran.
-    where: `file:line` at which the interrupt found the main thread; in_collective: whether that was inside a collective.
-    swallowed: `file:line`s that caught the interrupt and went on. timings: seconds spent in abort, unwind, finalize, health.
-    torch: it is imported in this process.
+    where: `file:line` at which the interrupt found the main thread. in_collective: whether that was in a collective.
+    swallowed: `file:line`s that caught the interrupt and went on.
+    timings: seconds spent in abort, unwind, finalize, health. torch: it is imported in this process.
     """
 
     round: int = NO_ROUND
@@ -60,7 +60,8 @@ class Passed(msgspec.Struct, frozen=True, tag="passed"):
 
 
 class Leaving(msgspec.Struct, frozen=True, tag="leaving"):
-    """Last words: this process is about to exit, on its own will. `fault` says why, if the training function was left."""
+    """Last words: this process is about to exit, on its own will. `fault` says why, if the training function was
+    left."""
 
     code: int
     fault: Fault | None = None
@@ -113,7 +114,8 @@ class StopAt(msgspec.Struct, frozen=True, tag="stop_at"):
 
 
 class Finish(msgspec.Struct, frozen=True, tag="finish"):
-    """The job is over. A process whose function returned, and a reserve with code 0, return from the decorator; the others exit with `code`."""
+    """The job is over. A process whose function returned, and a reserve with code 0, return from the decorator; the
+    others exit with `code`."""
 
     code: int
     reason: str

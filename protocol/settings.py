@@ -25,7 +25,7 @@ class Settings(msgspec.Struct, frozen=True):
     completion_timeout: for the others, once the first rank's function has returned.
     forming_timeout: for all agents and ranks to be there. startup_timeout: for a new process to reach the gate.
     controller_timeout: for an agent to be without a controller; then it ends its ranks.
-    termination_grace_time: between SIGTERM and SIGKILL.
+    termination_grace_time: for ranks to leave the function by `should_stop`; between SIGTERM and SIGKILL.
     last_call_wait: for concurrent faults, while evidence is incomplete.
     respawn: a new process takes the slot of a dead one. observe_only: what the detectors find is logged, not acted on.
     empty_cuda_cache: between two rounds. monitor_process_logdir: where agents keep a copy of the logs, None: nowhere.

@@ -12,7 +12,9 @@ from time import monotonic
 from typing import Any
 
 from .gloo import Connections
+from .gloo_waits import LostWaits
 
+MEANWHILE_S = 0.1
 STEP_LIMIT_S = 10.0
 """A step that takes longer is left behind in its thread, and the next one runs."""
 
@@ -24,8 +26,11 @@ def name_of(hook: object) -> str:
     return getattr(hook, "__qualname__", None) or type(hook).__qualname__
 
 
-def bounded(hook: Hook, limit_s: float, what: str) -> object:
-    """Call `hook` in a thread of its own for at most `limit_s`; its result, its exception, or TimeoutError."""
+def bounded(hook: Hook, limit_s: float, what: str, meanwhile: Hook | None = None) -> object:
+    """Call `hook` in a thread of its own for at most `limit_s`; its result, its exception, or TimeoutError.
+
+    If it takes a while, `meanwhile` is called now and then.
+    """
     result: list[object] = []
     error: list[BaseException] = []
 
@@ -37,7 +42,11 @@ def bounded(hook: Hook, limit_s: float, what: str) -> object:
 
     thread = threading.Thread(target=run, name=f"perdure-{what}", daemon=True)
     thread.start()
-    thread.join(limit_s)
+    deadline = monotonic() + limit_s
+    while thread.is_alive() and monotonic() < deadline:
+        thread.join(min(MEANWHILE_S, limit_s) if meanwhile else limit_s)
+        if meanwhile and thread.is_alive():
+            meanwhile()
     if error:
         raise error[0]
     if not result:
@@ -51,6 +60,7 @@ class RoundAbort:
     def __init__(self, steps: Sequence[Hook], connections: Connections, note: Note) -> None:
         self._steps = steps
         self._connections = connections
+        self._waits = LostWaits()
         self._note = note
         self._lock = threading.Lock()
         self._done = False
@@ -74,9 +84,10 @@ class RoundAbort:
             self._done = True
 
     def again(self) -> None:
-        """Repeat what never blocks: a connection may have been opened since the last time."""
+        """Repeat what never blocks: a connection may have been opened since the last time, or a wait been lost."""
         try:
             self._connections.shut_down()
+            self._waits.end()
         except Exception as error:
             self._note("error", f"abort of gloo failed: {type(error).__name__}: {error}")
 

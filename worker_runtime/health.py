@@ -13,6 +13,7 @@ from importlib import import_module
 from typing import Any
 
 from .abort import Hook, bounded, name_of
+from .gloo_waits import LostWaits
 
 DESTROY_LIMIT_S = 30.0
 CHECK_LIMIT_S = 60.0
@@ -35,7 +36,8 @@ def destroy_groups() -> None:
         c10d._world.group_count = 0
         return
     try:
-        bounded(distributed.destroy_process_group, DESTROY_LIMIT_S, "destroy_process_group")
+        # It waits for gloo's threads, and one of them may be in a wait that gloo has lost.
+        bounded(distributed.destroy_process_group, DESTROY_LIMIT_S, "destroy_process_group", LostWaits().end)
     except Exception as error:
         raise Unfit(f"process groups cannot be destroyed: {type(error).__name__}: {error}") from error
 

@@ -155,7 +155,8 @@ def _being_handled(error: BaseException | None) -> bool:
 
 
 def _is_importing(frame: FrameType | None) -> bool:
-    """Whether an import is under way. One that is cut short cannot always be repeated (torch's cannot); the signal is."""
+    """Whether an import is under way. One that is cut short cannot always be repeated (torch's cannot); the signal
+    is."""
     while frame is not None:
         if frame.f_code.co_filename == "<frozen importlib._bootstrap>":
             return True

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from ...protocol.exit_codes import ExitCode
+from ...protocol.exit_codes import PASSED_THROUGH, ExitCode
 from ...protocol.faults import Fault, FaultKind
 from ...protocol.messages import Stage
 from . import wording
@@ -127,7 +127,8 @@ class Planning:
         limit = settings.max_rank_faults
         last = limit is not None and job.budget.rank_faults + len(round.findings) > limit
         least = round.size if settings.respawn else max(settings.min_world_size, settings.world_size_multiple_of)
-        return last or len(self._candidates()) < least
+        policy = any(f.fault.kind is FaultKind.EXIT and f.fault.code in PASSED_THROUGH for f in round.findings.values())
+        return last or policy or len(self._candidates()) < least
 
     def plan(self) -> bool:
         job = self._job

@@ -7,7 +7,18 @@ import msgspec
 from perdure.protocol.faults import Fault, FaultKind
 from perdure.protocol.messages import Directive, ExitRecord, Kill, Phase, Seat, Stage
 from perdure.protocol.names import NO_ROUND, AgentName, Slot
-from perdure.protocol.rank_messages import Enter, Entered, Finish, Interrupt, Raised, Ready, Returned
+from perdure.protocol.rank_messages import (
+    Enter,
+    Entered,
+    Finish,
+    Hold,
+    Interrupt,
+    Passed,
+    Raised,
+    Ready,
+    Returned,
+    StopAt,
+)
 from perdure.protocol.settings import OFF, Settings
 from perdure.worker_runtime.agent.actions import Action, AskStop, KillProcess, Leave, Say, Spawn, Tell, Write
 from perdure.worker_runtime.agent.hang import Progress
@@ -226,6 +237,61 @@ def test_a_stop_that_was_answered_does_not_cut_the_grace_short() -> None:
     agent.directed(1, Directive(0, Phase.END, code=143), 3.1)
     assert agent.deadline() == 33.1
     assert agent.tick({}, 8.0) == []
+
+
+def held_order(stop_step: int = -1) -> Directive:
+    return msgspec.structs.replace(run_order(0), hold=True, stop_step=stop_step)
+
+
+def test_a_held_round_is_told_once_and_answered_once() -> None:
+    agent = running()
+    assert said(agent.directed(1, held_order(), 3.0)) == [Hold(0)]
+    assert said(agent.directed(1, held_order(), 3.1)) == []
+    agent.rank_said(S0, 1, Passed(7, 1), -1, 3.2)
+    assert agent.slots[S0].state.passed is None, "that was of another round"
+    assert kinds(agent.rank_said(S0, 1, Passed(0, 12), -1, 3.3)) == [Tell]
+    assert agent.rank_said(S0, 1, Passed(0, 13), -1, 3.4) == []
+    assert agent.slots[S0].state.passed == 12
+    assert said(agent.directed(2, held_order(14), 3.5)) == [StopAt(0, 14)]
+    assert said(agent.directed(2, held_order(14), 3.6)) == []
+
+
+def test_who_has_returned_is_asked_too_and_whoever_is_out_is_not() -> None:
+    agent = running()
+    agent.rank_said(S0, 1, Returned(0), -1, 2.5)
+    agent.exited(S1, 1, ExitRecord(-9), 5, 2.6)
+    actions = agent.directed(1, held_order(9), 3.0)
+    assert said(actions, S0) == [Hold(0), StopAt(0, 9)]
+    assert said(actions, S1) == []
+
+
+def test_an_answer_is_forgotten_with_its_round() -> None:
+    agent = running()
+    agent.directed(1, held_order(), 3.0)
+    agent.rank_said(S0, 1, Passed(0, 12), -1, 3.1)
+    agent.directed(1, Directive(0, Phase.ABORT, cause="x"), 3.2)
+    agent.rank_said(S0, 1, Ready(round=0, port=9000), -1, 3.3)
+    agent.directed(1, run_order(1), 3.4)
+    agent.rank_said(S0, 1, Entered(1), -1, 3.5)
+    assert agent.slots[S0].state.passed is None
+
+
+def test_a_held_round_is_an_answer_to_a_stop() -> None:
+    agent = running()
+    agent.stop(143, "SIGTERM", 3.0)
+    agent.directed(1, held_order(), 3.1)
+    assert all(not isinstance(a, Leave | Write) for a in agent.tick({}, 20.0))
+    assert agent.directive.phase is Phase.RUN
+    actions = agent.stop(143, "SIGTERM", 21.0)
+    assert [message.code for message in said(actions) if isinstance(message, Finish)] == [143]
+
+
+def test_a_first_stop_of_a_job_that_is_held_asks_nobody() -> None:
+    agent = running()
+    agent.directed(1, held_order(), 3.0)
+    assert agent.stop(143, "SIGTERM", 3.1) == []
+    assert agent.directive.phase is Phase.RUN
+    assert Finish in [type(message) for message in said(agent.stop(143, "SIGTERM", 3.2))]
 
 
 def test_an_agent_leaves_when_all_its_processes_are_gone() -> None:

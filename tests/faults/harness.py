@@ -33,7 +33,11 @@ T = TypeVar("T")
 DEADLINE_S = 30.0
 LOOK_S = 0.005
 PERDURE = Path(sys.executable).with_name("perdure")
-HEAD = "import os, signal, sys, time\nimport perdure\nfrom trainer_kit import is_said, run, say, tell, wait_said\n"
+HEAD = """
+import os, signal, sys, time
+import perdure
+from trainer_kit import is_said, meet, run, say, tell, wait_said
+"""
 
 KNOBS: dict[str, object] = {
     "granularity": "rank",

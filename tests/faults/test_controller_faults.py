@@ -146,7 +146,7 @@ def test_while_stopping(launch: Callable[..., Job]) -> None:
                     wait_said("unwind", round)
         run(fault)
         """,
-        termination_grace_time=5,
+        termination_grace_time=3,
         **TWO,
     )
     job.wait_round(0)

@@ -145,10 +145,12 @@ def test_an_agent_that_is_started_again_at_once(launch: Callable[..., Job]) -> N
     """Before anybody has noticed the death of the first."""
     job = launch(**TWO)
     before = job.wait_round(0)
+    since = stamp(job)
     lose_node(job, "n1")
     job.start_agent("n1")
     after = job.wait_round(1)
     assert job.survivors(before, after, dead=of_node(before, "n1")) == 2
+    wait_new(job, since, "agent", "n1")
     assert job.finish() == 0
 
 

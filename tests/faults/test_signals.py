@@ -125,7 +125,7 @@ def test_a_second_one_forces_the_end(launch: Callable[..., Job], number: signal.
     job.wait_round(0, "slow")
     agent = job.agents["n0"]
     agent.send_signal(number)
-    job.wait_log("ending")
+    job.wait_for(lambda: [x for x in job.log() if f"{number.name} to agent n0" in x["text"]], "the word of the stop")
     assert agent.poll() is None
     began = time.monotonic()
     agent.send_signal(number)

@@ -89,7 +89,7 @@ def run(
             enter(round)
         share = _gloo_step(round) if gloo else _lone_step
         if together:
-            _meet(round)
+            meet(round)
         for step in range(1, STEPS_OF_A_ROUND):
             _step = round.index * STEPS_OF_A_ROUND + step
             round.ping(_step)
@@ -105,7 +105,8 @@ def run(
     tell("left")
 
 
-def _meet(round: perdure.Round) -> None:
+def meet(round: perdure.Round) -> None:
+    """Wait until every rank of the round is here."""
     say(f"in-{round.index}-{round.rank}")
     for rank in range(round.world_size):
         wait_said(f"in-{round.index}-{rank}", round)

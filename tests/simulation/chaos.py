@@ -78,6 +78,11 @@ def slow_down(world: World, rank: SimRank) -> None:
     world.clock.say("fault", f"{rank} takes {rank.slow_s} s to unwind")
 
 
+def stop(agent: SimAgent) -> None:
+    """SIGTERM."""
+    agent.stop(143, f"SIGTERM to {agent.name}")
+
+
 MISFORTUNES: list[tuple[Callable[[World, SimRank, SimAgent], None], float]] = [
     (lambda world, rank, agent: rank.raise_error(world.clock.chance.choice(("ValueError", "RuntimeError"))), 4),
     (lambda world, rank, agent: sigkill(world, rank), 4),
@@ -89,7 +94,7 @@ MISFORTUNES: list[tuple[Callable[[World, SimRank, SimAgent], None], float]] = [
     (lambda world, rank, agent: world.part(agent, world.clock.chance.uniform(0.5, 15.0)), 2),
     (lambda world, rank, agent: world.kill_agent(agent, world.clock.chance.choice((None, 0.2, 1.0, 8.0))), 1),
     (lambda world, rank, agent: world.crash_controller(world.clock.chance.uniform(0.1, 8.0)), 3),
-    (lambda world, rank, agent: agent.stop(143, f"SIGTERM to {agent.name}"), 0.7),
+    (lambda world, rank, agent: stop(agent), 0.5),
 ]
 """What may go wrong, and how often compared with the others."""
 
@@ -108,6 +113,8 @@ def run_seed(seed: int, *, tracing: bool = False) -> World:
         for _ in range(chance.randint(1, 25)):
             misfortune(world)
             world.run(chance.choice((0.0, 0.001, 0.05, 0.5, 3.0, 8.0)))
+        if world.living() and chance.random() < 0.3:
+            stop(chance.choice(world.living()))
         world.run(chance.choice((0.0, 60.0)))  # the end itself may fall into bad times, too
         world.run_to_the_end(END_WITHIN_S)
     except AssertionError as error:

@@ -145,7 +145,7 @@ def test_agents_that_cannot_start_end_the_job(submit: Callable[..., SlurmJob]) -
 
 
 def test_srun_is_killed(submit: Callable[..., SlurmJob]) -> None:
-    """Slurm ends the step then. On its own machine the controller sees that the agents are dead; else the script acts."""
+    """Slurm ends the step. On its own machine the controller sees that agents are dead; elsewhere the script acts."""
     job = submit(options=("--nodes=2",), respawn="false")
     job.wait_round(0, size=4)
     os.kill(job.srun(), signal.SIGKILL)

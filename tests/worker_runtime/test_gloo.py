@@ -138,7 +138,7 @@ def test_rank_0_dies_before_it_serves_the_store() -> None:
         ranks[0].process.kill()
         began = time.monotonic()
         ready = ranks[1].interrupt(0)
-        assert time.monotonic() - began < 2.0
+        assert time.monotonic() - began < 10.0  # torch would go on for minutes
         _enter(ranks[1:], 1, [ready])
         ranks[1].expect(Returned)
 

@@ -133,9 +133,7 @@ def test_when_the_grace_has_passed_the_job_ends(answers: tuple[int, ...]) -> Non
     assert desk.now - began <= 5.0
     assert desk.ending == (143, "SIGTERM")
     late = "0-2" if len(answers) < 3 else "1-2"
-    assert desk.told("stop_late") == [
-        f"did not leave the function within 5 s (termination_grace_time): ranks {late}"
-    ]
+    assert desk.told("stop_late") == [f"did not leave the function within 5 s (termination_grace_time): ranks {late}"]
 
 
 def test_the_grace_holds_for_what_comes_after_the_function() -> None:
