@@ -24,8 +24,10 @@ FUTEX_NUMBERS = {"x86_64": 202, "aarch64": 98}
 FUTEX_IN_CONDITION = (32, 36, 40, 44)
 """Where pthread_cond_t has the words that its waiters sleep on: glibc 2.41 and newer, and older ones."""
 
-RECEIVE_CONDITION, SEND_CONDITION = 0x58, 0x88 """Where an UnboundBuffer has its condition variables: after pointer to
-virtual functions, data pointer, size, context (16), a spare byte (8) and the mutex (40 bytes)."""
+RECEIVE_CONDITION, SEND_CONDITION = 0x58, 0x88
+"""Where an UnboundBuffer has its condition variables: after the pointer to its virtual functions, the data's address
+and size, the context (16 bytes), a spare byte (8) and the mutex (40).
+"""
 
 _CLASS = "N4gloo9transport3tcp13UnboundBuffer"
 _TABLE_HEADER = 16

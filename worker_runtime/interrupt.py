@@ -25,6 +25,8 @@ from .swallow import Spot, spots, swallower
 
 FIRST_REPEAT_S = 0.05
 LAST_REPEAT_S = 1.0
+EAGER_S = 1.0
+"""For so long the first pause is kept: a collective may have several waits, to be ended one after the other."""
 UNWIND_GRACE_S = 5.0
 """While `finally` and `except` blocks work on the interrupt, it is not raised again for this long."""
 ATOMIC_POLL_S = 0.02
@@ -277,7 +279,8 @@ class Interrupter:
         flight.abort.again()
         self._kick(flight)
         self._tell_swallowed(flight)
-        self._repeat_s = min(self._repeat_s * 2, LAST_REPEAT_S)
+        if now - flight.wanted_at > EAGER_S:
+            self._repeat_s = min(self._repeat_s * 2, LAST_REPEAT_S)
         self._next = now + self._repeat_s
 
     def _kick(self, flight: Flight) -> None:

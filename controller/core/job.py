@@ -36,7 +36,7 @@ LINK_GRACE_WITH_PEER_ERRORS_S = 0.25
 STOP_GRACE_S = 10.0
 """How long agents may take to end their ranks, beyond `termination_grace_time`."""
 
-# Timers of agents, which outlast phases; every other one belongs to a phase.
+# Timers of agents; they outlast phases, as that of a stop does. Every other one belongs to a phase.
 ATTACH = "attach"
 LINK = "link:"
 

@@ -1,5 +1,6 @@
 """A job that is asked to stop lets all ranks leave after the same step, whatever they are doing at that moment."""
 
+import os
 import random
 import re
 import signal
@@ -10,7 +11,7 @@ import pytest
 
 from .cluster import kill_controller, replace_controller, wait_phase
 from .harness import Job
-from .processes import lives
+from .processes import lives, processes_with
 
 EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "train_gpt.py"
 
@@ -43,8 +44,8 @@ tell("left")
 """
 
 
-def stepping(launch: Callable[..., Job], more: str = "pass", **options: object) -> Job:
-    job = launch(STEPS % more, **{"termination_grace_time": 5, **options})
+def stepping(launch: Callable[..., Job], more: str = "pass", head: str = "", **options: object) -> Job:
+    job = launch(head + STEPS % more, **{"termination_grace_time": 5, **options})
     job.wait_round(0, "steps")
     wait_phase(job, "running")
     return job
@@ -91,6 +92,14 @@ def test_every_agent_is_told(launch: Callable[..., Job]) -> None:
     job = stepping(launch, nodes=("n0", "n1"), nproc=2)
     for agent in job.agents.values():
         agent.send_signal(signal.SIGTERM)
+    assert_left_together(job, 4, 143)
+
+
+def test_every_process_is_told(launch: Callable[..., Job]) -> None:
+    """As `scancel` does: ranks that ignore it leave as all others."""
+    job = stepping(launch, nodes=("n0", "n1"), nproc=2, head="signal.signal(signal.SIGTERM, signal.SIG_IGN)")
+    for pid, _ in processes_with(job.mark):
+        os.kill(pid, signal.SIGTERM)
     assert_left_together(job, 4, 143)
 
 
