@@ -18,8 +18,9 @@ def lives(key: Key) -> bool:
 
 
 def is_zombie(key: Key) -> bool:
+    """Whether somebody has left this process unburied. What init has adopted it buries when it likes."""
     entry = read_entry(key[0])
-    return entry is not None and entry.start == key[1] and entry.dead
+    return entry is not None and entry.start == key[1] and entry.dead and entry.parent != 1
 
 
 def state_of(pid: int) -> str:
