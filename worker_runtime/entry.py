@@ -18,7 +18,7 @@ from . import beats
 from .abort import Hook
 from .attempt import Attempt, Hooks, Surroundings, first_ready, is_unfit
 from .evidence import Witness
-from .health import HealthChecks
+from .health import HealthChecks, await_released
 from .interrupt import Flight
 from .link import Link, say
 from .round import Round
@@ -125,6 +125,7 @@ class _Session:
                 if os.getpid() == around.pid:
                     self._close_port()
                     link.close()
+                    await_released()
                 around.torch.remove()
 
     def _rounds(self, run: Callable[[Round], Any]) -> Any:

@@ -8,8 +8,10 @@ next round for everybody.
 import inspect
 import os
 import sys
+import threading
 from collections.abc import Callable, Sequence
 from importlib import import_module
+from time import monotonic
 from typing import Any
 
 from .abort import Hook, bounded, name_of
@@ -17,6 +19,8 @@ from .gloo_waits import LostWaits
 
 DESTROY_LIMIT_S = 30.0
 CHECK_LIMIT_S = 60.0
+RELEASE_LIMIT_S = 5.0
+RELEASE_LOOK_S = 0.1
 
 
 class Unfit(Exception):
@@ -35,11 +39,37 @@ def destroy_groups() -> None:
         # the next round with another name, and wait for each other under different keys.
         c10d._world.group_count = 0
         return
+    # gloo's threads look every 10 ms whether they are to end, and a destructor waits for them. That the next round need
+    # not: whoever holds the last reference waits, and that is a thread of its own.
+    last = [*c10d._world.pg_map.items()]
     try:
         # It waits for gloo's threads, and one of them may be in a wait that gloo has lost.
         bounded(distributed.destroy_process_group, DESTROY_LIMIT_S, "destroy_process_group", LostWaits().end)
     except Exception as error:
         raise Unfit(f"process groups cannot be destroyed: {type(error).__name__}: {error}") from error
+    finally:
+        _release(last)
+
+
+_releasing: list[threading.Thread] = []
+
+
+def _release(last: list[object]) -> None:
+    _releasing[:] = [thread for thread in _releasing if thread.is_alive()]
+    thread = threading.Thread(target=last.clear, name="perdure-release", daemon=True)
+    thread.start()
+    _releasing.append(thread)
+
+
+def await_released() -> None:
+    """Before the process may end: an interpreter that ends under a destructor of gloo aborts."""
+    deadline = monotonic() + RELEASE_LIMIT_S
+    waits = LostWaits()
+    for thread in _releasing:
+        while thread.is_alive() and monotonic() < deadline:
+            thread.join(RELEASE_LOOK_S)
+            waits.end()
+    _releasing.clear()
 
 
 def _restore_excepthook() -> None:

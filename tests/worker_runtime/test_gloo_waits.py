@@ -34,9 +34,11 @@ def keep_ending():
     while not over.wait(0.05):
         woken.append(waits.end())
 
-threading.Thread(target=keep_ending, daemon=True).start()
+ending = threading.Thread(target=keep_ending, daemon=True)
+ending.start()
 {"send": dist.send, "receive": dist.recv}[what](data, 1)
 over.set()
+ending.join()
 print("out", sum(woken), flush=True)
 os._exit(0)
 """
