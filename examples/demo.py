@@ -5,9 +5,9 @@
 
 import argparse
 import os
+import shutil
 import subprocess
 import sys
-import tempfile
 import time
 from pathlib import Path
 
@@ -63,9 +63,12 @@ def run(folder: Path, faults: list[str]) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Train a small GPT on four ranks, break it, and see it recover.")
-    parser.add_argument("--folder", type=Path, help="for journals and checkpoints (default: a new one)")
+    default = HERE.parent / "perdure-runs" / "demo"
+    parser.add_argument("--folder", type=Path, default=default, help="for journals and checkpoints; emptied first")
     options = parser.parse_args()
-    folder = options.folder or Path(tempfile.mkdtemp(prefix="perdure-demo-"))
+    folder: Path = options.folder
+    for part in ("undisturbed", "broken"):
+        shutil.rmtree(folder / part, ignore_errors=True)
 
     title(f"1. A training of {STEPS} steps on {RANKS} ranks, undisturbed")
     undisturbed = run(folder / "undisturbed", [])

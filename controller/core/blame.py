@@ -2,8 +2,8 @@
 
 Evidence has four strengths. A stronger one outranks a weaker one however late it comes, because the kernel tells of a
 death only after it has torn the memory down, while the peers' connections break at once. Within one strength the
-first wins, except among hangs, where the rank that answers nothing comes before one that answered, and the longest
-silent comes first.
+first wins, except among hangs. There the rank that answers nothing comes before one that answered; then one whose main
+thread ran Python, which cannot have waited in C for anybody; then the one that was silent for longest.
 
     culprit   a process died by itself, a node is gone, a health check failed, an exception that is the rank's own
     hang      no progress, and not inside a collective

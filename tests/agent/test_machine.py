@@ -300,3 +300,9 @@ def test_an_agent_leaves_when_all_its_processes_are_gone() -> None:
     assert Leave not in kinds(agent.exited(S0, 1, ExitRecord(7), 5, 3.1))
     actions = agent.exited(S1, 1, ExitRecord(7), 5, 3.2)
     assert Leave(7, "done") in actions
+
+
+def test_a_slow_way_back_to_the_gate_is_told() -> None:
+    agent = machine()
+    actions = agent.rank_said(S0, 1, Ready(port=9001, timings={"abort": 0.01, "finalize": 7.25}), -1, 2.0)
+    assert [a.text for a in actions if isinstance(a, Write)] == ["came back to the gate slowly: finalize 7.2 s"]

@@ -1,5 +1,6 @@
 """What an agent knows of one of its slots, beyond what it tells the controller."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import msgspec
@@ -8,6 +9,8 @@ from ...protocol.faults import Fault
 from ...protocol.messages import ExitRecord, SlotState, Stage
 from ...protocol.names import NO_ROUND, Slot
 from .actions import Action, KillProcess
+
+SLOW_S = 1.0
 
 
 @dataclass(slots=True)
@@ -90,3 +93,8 @@ class LocalSlot:
         self.killing = why
         self.look_at = None
         return [KillProcess(self.slot, self.life, why)]
+
+
+def slow_phases(timings: Mapping[str, float]) -> str:
+    """Which phases of coming back to the gate took long enough to be worth a line; empty if none did."""
+    return ", ".join(f"{phase} {seconds:.1f} s" for phase, seconds in timings.items() if seconds >= SLOW_S)

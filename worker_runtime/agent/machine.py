@@ -23,7 +23,7 @@ from ...protocol.settings import Settings
 from .actions import Action, AskStop, KillProcess, Leave, Spawn, Tell, Write
 from .converging import converge
 from .hang import Progress, judge
-from .local_slot import LocalSlot
+from .local_slot import LocalSlot, slow_phases
 
 STOP_ANSWER_S = 5.0
 """How long the controller may take to answer a request to stop, before the agent ends its ranks by itself."""
@@ -239,6 +239,8 @@ class AgentMachine:
         elif fault.kind is FaultKind.SOFT_HANG:
             where = fault.place or message.where
             fault = msgspec.structs.replace(fault, place=where, in_collective=message.in_collective)
+        if slow := slow_phases(message.timings):
+            self._actions.append(Write("slow", f"came back to the gate slowly: {slow}", "warning", local.slot))
         if message.swallowed:
             places = ", ".join(message.swallowed)
             self._actions.append(

@@ -17,9 +17,18 @@ def seen(
     collective: bool = False,
     stale_s: float = 0.0,
     came: bool = False,
+    runs: bool = False,
 ) -> Finding:
     fault = Fault(
-        Slot(f"n0/{rank}"), 1, 0, kind, kind.value, peer_error=peer, in_collective=collective, stale_s=stale_s
+        Slot(f"n0/{rank}"),
+        1,
+        0,
+        kind,
+        kind.value,
+        peer_error=peer,
+        in_collective=collective,
+        stale_s=stale_s,
+        interpreter_runs=runs,
     )
     return Finding(0, rank, fault, came)
 
@@ -55,6 +64,16 @@ CASES: dict[str, tuple[list[Finding], int, list[int], list[int]]] = {
         1,
         [],
         [0],
+    ),
+    "a livelock, before those that wait for it in C without a frame of torch.distributed (a backward pass, say)": (
+        [
+            seen(0, K.SOFT_HANG, stale_s=62, came=True),
+            seen(1, K.SOFT_HANG, stale_s=61, came=True, runs=True),
+            seen(2, K.SOFT_HANG, stale_s=63, came=True),
+        ],
+        1,
+        [],
+        [2, 0],
     ),
     "of two that hang, the one silent for longer": (
         [seen(0, K.SOFT_HANG, stale_s=61), seen(1, K.SOFT_HANG, stale_s=65)],
