@@ -111,7 +111,9 @@ class Agent:
         for index in indices:
             slot = self.slots[index]
             fault = None if stage is Stage.RUNNING else slot.fault
-            self.slots[index] = msgspec.structs.replace(slot, stage=stage, round=self.directive.round, fault=fault)
+            # Each round gets a step further: equal failures without progress would end the job.
+            round = self.directive.round
+            self.slots[index] = msgspec.structs.replace(slot, stage=stage, round=round, step=round, fault=fault)
         self.report(indices)
 
     def fail(self) -> None:
