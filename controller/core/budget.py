@@ -15,6 +15,9 @@ SAME_FAILURE_LIMIT = 3
 SAME_FAILURE_LIMIT_WITHOUT_STEPS = 10
 """The same, for functions that never call `ping`: without steps, nobody can tell whether they move on."""
 
+FIRST_STEPS_S = 60.0
+"""A function that ran for longer has done some work, even if it never says so by `ping`."""
+
 _DETERMINISTIC_ERRORS = frozenset(
     {
         "ImportError", "ModuleNotFoundError", "SyntaxError", "IndentationError", "NameError", "TypeError",

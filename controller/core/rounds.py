@@ -89,6 +89,14 @@ class Round:
         self.to_return = set(self.seats)
 
     @property
+    def ran_s(self) -> float:
+        """How long the function ran before the fault; 0 if that is not known, since a controller died meanwhile."""
+        times = self.times
+        if times.fault is None or times.entered is None or self.interrupted_by_restart:
+            return 0.0
+        return times.fault - times.entered
+
+    @property
     def size(self) -> int:
         return len(self.seats)
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from ...protocol.exit_codes import ExitCode
 from . import wording
 from .blame import Verdict, judge
-from .budget import is_hopeless
+from .budget import FIRST_STEPS_S, is_hopeless
 from .rounds import Round
 
 if TYPE_CHECKING:
@@ -22,7 +22,7 @@ def close_round(job: Job, round: Round) -> bool:
     spent = job.budget.spend(cause, culprits, job.settings)
     round.counted = culprits
     text = wording.describe(cause, verdict.cause.rank)
-    if is_hopeless(cause, job.budget.furthest_step):
+    if is_hopeless(cause, job.budget.furthest_step) and round.ran_s < FIRST_STEPS_S:
         return job.end(ExitCode.FAILED, f"{text}; not retried, since it would fail again:\n{cause.detail}")
     if spent:
         return job.end(ExitCode.BUDGET_SPENT, f"{spent}; last: {text}")

@@ -3,7 +3,7 @@
 import msgspec
 import pytest
 
-from perdure.controller.core.budget import SAME_FAILURE_LIMIT, SAME_FAILURE_LIMIT_WITHOUT_STEPS
+from perdure.controller.core.budget import FIRST_STEPS_S, SAME_FAILURE_LIMIT, SAME_FAILURE_LIMIT_WITHOUT_STEPS
 from perdure.controller.core.events import Opened
 from perdure.controller.core.rounds import JobPhase
 from perdure.protocol.faults import FaultKind
@@ -127,6 +127,14 @@ def test_the_same_error_after_progress_is_retried() -> None:
     desk = Desk((2,)).form()
     desk.report("n0/1", step=3)
     desk.fault("n0/0", error="ImportError")
+    desk.settle()
+    assert desk.index == 1
+
+
+def test_the_same_error_of_a_function_that_never_pings_but_ran_for_long_is_retried() -> None:
+    desk = Desk((2,)).form()
+    desk.now += FIRST_STEPS_S
+    desk.fault("n0/0", error="TypeError")
     desk.settle()
     assert desk.index == 1
 
