@@ -4,6 +4,7 @@ A *peer* is one session of one agent process: it begins with a Hello. Orders go 
 reports come in exactly once and in order.
 """
 
+from collections import deque
 from dataclasses import dataclass, field
 
 from ..protocol.link import LatestQueue, ReceiveWindow
@@ -43,7 +44,8 @@ class Peers:
     def __init__(self) -> None:
         self._by_id: dict[bytes, Peer] = {}
         self._by_agent: dict[AgentName, Peer] = {}
-        self._newest: dict[AgentName, Peer] = {}
+        self._asking: dict[AgentName, deque[Peer]] = {}
+        """Who has said Hello under a name and has no answer yet, in order: several may come in one batch."""
         self._owing: dict[bytes, Peer] = {}
         self._owing_since = 0.0
         self._expecting: dict[bytes, Peer] = {}
@@ -67,13 +69,23 @@ class Peers:
         """A Hello came: the same session again, or a new one, which is not yet accepted."""
         peer = self.of(routing_id, session)
         if peer is None or peer.agent != agent:
-            peer = self._by_id[routing_id] = self._newest[agent] = Peer(routing_id, session, agent, now)
+            peer = self._by_id[routing_id] = Peer(routing_id, session, agent, now)
         peer.heard_at = now
+        self._asking.setdefault(agent, deque()).append(peer)
         return peer
 
     def newcomer(self, agent: AgentName) -> Peer | None:
-        """The latest session that calls itself `agent`, accepted or not."""
-        return self._newest.get(agent)
+        """Whose Hello as `agent` is to be answered next; every Hello gets one answer. None if it is gone meanwhile."""
+        waiting = self._asking.get(agent)
+        if not waiting:
+            return None
+        peer = waiting.popleft()
+        if not waiting:
+            del self._asking[agent]
+        return peer if self.of(peer.routing_id, peer.session) is peer else None
+
+    def is_accepted(self, peer: Peer) -> bool:
+        return self._by_agent.get(peer.agent) is peer
 
     def accept(self, peer: Peer) -> None:
         former = self._by_agent.get(peer.agent)
@@ -103,8 +115,6 @@ class Peers:
     def drop(self, routing_id: bytes) -> AgentName | None:
         """A connection ended. Returns the agent's name if it was the accepted session of that agent."""
         peer = self._by_id.pop(routing_id, None)
-        if peer is not None and self._newest.get(peer.agent) is peer:
-            del self._newest[peer.agent]
         if peer is None or self._by_agent.get(peer.agent) is not peer:
             return None
         del self._by_agent[peer.agent]

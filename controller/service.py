@@ -289,6 +289,8 @@ class Controller:
             self._refusals.message("a session that was not introduced")
             self._ask_for_hello(routing_id, envelope.session)
             return []
+        if not self._peers.is_accepted(peer):
+            return []  # it has been refused, or is about to be
         peer.heard_at = now
         peer.orders.acknowledge(envelope.ack)
         if envelope.seq:

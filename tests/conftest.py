@@ -2,12 +2,17 @@
 
 import os
 import shutil
+import signal
 
 import pytest
 
 # torch asks the name server for the name of 127.0.0.1 whenever it connects to a store, and waits 5 s for an answer that
 # was lost. Over TCP none is lost, and where there is no answer that is known at once.
 os.environ.setdefault("RES_OPTIONS", "use-vc")
+
+
+# A shell that starts this in the background has it ignore SIGINT, and so everything that the tests start.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def missing() -> dict[str, str]:

@@ -17,6 +17,17 @@ from typing import Any
 from .abort import Hook, bounded, name_of
 from .gloo_waits import LostWaits
 
+GROUP_TABLES = (
+    "pg_map",
+    "pg_names",
+    "pg_group_ranks",
+    "pg_backend_config",
+    "pg_to_tag",
+    "tags_to_pg",
+    "pg_coalesce_state",
+)
+"""Where torch.distributed keeps its groups; destroy_process_group empties the same ones."""
+
 DESTROY_LIMIT_S = 30.0
 CHECK_LIMIT_S = 60.0
 RELEASE_LIMIT_S = 5.0
@@ -38,6 +49,10 @@ def destroy_groups() -> None:
         # An initialisation that failed half-way has used up a group name. Ranks that did not get that far would start
         # the next round with another name, and wait for each other under different keys.
         c10d._world.group_count = 0
+        # And if it was interrupted between making the group and making it the default one, the name is still taken.
+        _release([*c10d._world.pg_map.items()])
+        for table in GROUP_TABLES:
+            getattr(c10d._world, table, {}).clear()
         return
     # gloo's threads look every 10 ms whether they are to end, and a destructor waits for them. That the next round need
     # not: whoever holds the last reference waits, and that is a thread of its own.

@@ -306,3 +306,15 @@ def test_a_slow_way_back_to_the_gate_is_told() -> None:
     agent = machine()
     actions = agent.rank_said(S0, 1, Ready(port=9001, timings={"abort": 0.01, "finalize": 7.25}), -1, 2.0)
     assert [a.text for a in actions if isinstance(a, Write)] == ["came back to the gate slowly: finalize 7.2 s"]
+
+
+def test_who_has_stood_nearly_as_long_is_found_to_hang_with_the_first() -> None:
+    """The other comes to the gate when the round ends, and would then have nothing to be blamed for."""
+    agent = running()
+    waits = Progress(auto=10.0, ping=10.0, pause_until=0.0, step=5)
+    spins = Progress(auto=70.0, ping=12.0, pause_until=0.0, step=5)
+    agent.tick({S0: waits, S1: spins}, 62.0)
+    assert set(agent.to_judge(70.0)) == {S0, S1}
+    agent.tick({S0: waits, S1: spins}, 70.0)
+    found = {slot: local.state.fault for slot, local in agent.slots.items()}
+    assert {slot: fault.interpreter_runs for slot, fault in found.items() if fault} == {S0: False, S1: True}

@@ -68,3 +68,26 @@ def test_of_another_machine_nothing_is_known() -> None:
     assert not peers.is_dead(b"a")
     assert not peers.is_dead(b"b"), "another process has that pid here: it lives in another pid namespace"
     assert not peers.is_dead(b"nobody")
+
+
+def test_who_asks_under_one_name_is_answered_in_turn() -> None:
+    """Two agents with one name may say Hello in one batch: the first is welcomed, the second refused."""
+    peers = Peers()
+    first = peers.greeted(b"a", 1, AgentName("n0"), 0.0)
+    second = peers.greeted(b"b", 2, AgentName("n0"), 0.0)
+    assert peers.newcomer(AgentName("n0")) is first
+    peers.accept(first)
+    assert peers.newcomer(AgentName("n0")) is second
+    assert peers.is_accepted(first)
+    assert not peers.is_accepted(second)
+    assert peers.drop(b"b") is None
+    # The same session asks again, since the answer was lost.
+    assert peers.greeted(b"a", 1, AgentName("n0"), 1.0) is first
+    assert peers.newcomer(AgentName("n0")) is first
+
+
+def test_who_is_gone_is_not_answered() -> None:
+    peers = Peers()
+    peers.greeted(b"a", 1, AgentName("n0"), 0.0)
+    peers.drop(b"a")
+    assert peers.newcomer(AgentName("n0")) is None

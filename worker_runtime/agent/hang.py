@@ -10,6 +10,11 @@ from dataclasses import dataclass
 
 from ...protocol.settings import Settings
 
+NEARLY = 0.9
+"""When one rank is found to hang, others that have stood still for this share of the limit are found to, as well: blame
+needs all of them as they stood, and the round's end moves them.
+"""
+
 
 @dataclass(frozen=True, slots=True)
 class Progress:

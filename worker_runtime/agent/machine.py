@@ -22,7 +22,7 @@ from ...protocol.rank_messages import Entered, FromRank, Leaving, Note, Passed, 
 from ...protocol.settings import Settings
 from .actions import Action, AskStop, KillProcess, Leave, Spawn, Tell, Write
 from .converging import converge
-from .hang import Progress, judge
+from .hang import NEARLY, Progress, judge
 from .local_slot import LocalSlot, slow_phases
 
 STOP_ANSWER_S = 5.0
@@ -177,13 +177,10 @@ class AgentMachine:
         due = self.deadline()
         if due is not None and now - due > LAG_LIMIT_S:
             self._excuse(now - due, now)
+        self._judge_all(pages, now)
         for local in self.slots.values():
-            if local.look_at is not None and local.look_at <= now and local.slot in pages:
-                self._judge(local, pages[local.slot], now)
-            elif local.stage is Stage.STARTING and not local.killing and now >= self._startup_deadline(local):
-                self._kill(
-                    local, f"did not reach the gate within {self.settings.startup_timeout:g} s (startup_timeout)"
-                )
+            if local.stage is Stage.STARTING and not local.killing and now >= self._startup_deadline(local):
+                self._kill(local, f"not at the gate within {self.settings.startup_timeout:g} s (startup_timeout)")
         if self._alone_since is not None and now >= self._alone_since + self.settings.controller_timeout:
             self._end_alone(int(ExitCode.CONTROLLER_LOST), self._lost_text(), now)
         if self._stop_deadline is not None and now >= self._stop_deadline:
@@ -212,8 +209,9 @@ class AgentMachine:
         return local.killing if local is not None else ""
 
     def to_judge(self, now: float) -> list[Slot]:
-        """Slots whose page must be read for `tick(now)`."""
-        return [s.slot for s in self.slots.values() if s.look_at is not None and s.look_at <= now]
+        """Slots whose page must be read for `tick(now)`: all that are judged, if one is due."""
+        judged = {s.slot: s.look_at for s in self.slots.values() if s.look_at is not None}
+        return list(judged) if min(judged.values(), default=now + 1) <= now else []
 
     def deadline(self) -> float | None:
         """When `tick` is wanted, if nothing happens before."""
@@ -279,27 +277,34 @@ class AgentMachine:
 
     # ---- hangs ------------------------------------------------------------------------------------------------
 
-    def _judge(self, local: LocalSlot, progress: Progress, now: float) -> None:
+    def _judge_all(self, pages: Mapping[Slot, Progress], now: float) -> None:
+        judged = [s for s in self.slots.values() if s.look_at is not None and s.slot in pages]
+        found = [self._judge(s, pages[s.slot], now) for s in judged if s.look_at is not None and s.look_at <= now]
+        for local in judged if any(found) else ():
+            if local.state.fault is None:
+                self._judge(local, pages[local.slot], now, NEARLY)
+
+    def _judge(self, local: LocalSlot, progress: Progress, now: float, share: float = 1.0) -> bool:
+        """Compare a rank's progress with `share` of the soft limit; whether it is newly found to hang."""
         fault = local.state.fault
         hangs = fault is not None and fault.kind is FaultKind.SOFT_HANG
-        leaving = local.interrupted >= local.state.round
         verdict = judge(
             replace(progress, pause_until=max(progress.pause_until, self._awake_since)),
             now,
-            self.settings.soft_timeout,
+            self.settings.soft_timeout * share,
             self.settings.hard_timeout,
-            with_ping=hangs or not leaving,
+            with_ping=hangs or local.interrupted < local.state.round,
         )
         # A pause may end before its time, so the page is looked at again before the pause's end.
         soonest = now + min(self.settings.soft_timeout, self.settings.hard_timeout)
         local.look_at = None if local.killing else min(verdict.again_at, soonest)
         if not verdict.soft and not verdict.hard:
-            return
+            return False
         text = f"no progress for {verdict.stale_s:.2f} s: {progress.stuck_in(now, self.settings.soft_timeout)}"
         if self.settings.observe_only:
             self._actions.append(Write("observed", f"{text}; only observed (observe_only)", "warning", local.slot))
             local.look_at = soonest
-            return
+            return False
         if fault is None:
             limit = "soft" if verdict.soft else "hard"
             kind = FaultKind.SOFT_HANG if verdict.soft else FaultKind.HARD_HANG
@@ -311,6 +316,7 @@ class AgentMachine:
             self._tell(local)
         if verdict.hard and not local.killing:
             self._kill(local, f"{text} (hard_timeout={self.settings.hard_timeout:g})")
+        return fault is None
 
     def _fault(self, local: LocalSlot, kind: FaultKind, message: str) -> Fault:
         state = local.state
