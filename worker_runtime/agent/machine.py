@@ -182,7 +182,8 @@ class AgentMachine:
             if local.stage is Stage.STARTING and not local.killing and now >= self._startup_deadline(local):
                 self._kill(local, f"not at the gate within {self.settings.startup_timeout:g} s (startup_timeout)")
         if self._alone_since is not None and now >= self._alone_since + self.settings.controller_timeout:
-            self._end_alone(int(ExitCode.CONTROLLER_LOST), self._lost_text(), now)
+            limit = f"{self.settings.controller_timeout:g} s (controller_timeout)"
+            self._end_alone(int(ExitCode.CONTROLLER_LOST), f"no controller for {limit}", now)
         if self._stop_deadline is not None and now >= self._stop_deadline:
             self._end_alone(int(ExitCode.TERMINATED), "the controller did not answer a request to stop", now)
         if self._kill_at is not None and now >= self._kill_at:
@@ -373,9 +374,6 @@ class AgentMachine:
             if local.alive:
                 local.killing = local.killing or "told to end the job twice"
                 self._actions.append(KillProcess(local.slot, local.life, "told to end the job twice", at_once=True))
-
-    def _lost_text(self) -> str:
-        return f"no controller for {self.settings.controller_timeout:g} s (controller_timeout)"
 
     def _leave_if_over(self) -> None:
         if self._over and not self._left and all(s.stage is Stage.GONE for s in self.slots.values()):
