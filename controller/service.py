@@ -301,7 +301,7 @@ class Controller:
             case Report():
                 return [Reported(peer.agent, message.slots)]
             case StopRequest():
-                return [StopAsked(message.code, message.reason)]
+                return [StopAsked(message.code, message.reason, peer.agent)]
             case Remark():
                 self._log.line(message.event, message.text, level=message.level, slot=message.slot or None)
             case Beat() | Acknowledge():

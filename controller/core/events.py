@@ -50,10 +50,13 @@ class Silent(msgspec.Struct, frozen=True, tag="silent"):
 
 
 class StopAsked(msgspec.Struct, frozen=True, tag="stop_asked"):
-    """Somebody wants the job to end."""
+    """Somebody wants the job to end. agent: who passed it on, and passes it on again to the next controller if the
+    last one died before it had acknowledged it.
+    """
 
     code: int
     reason: str
+    agent: str = ""
 
 
 class Tick(msgspec.Struct, frozen=True, tag="tick"):

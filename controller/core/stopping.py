@@ -39,7 +39,8 @@ class Stopping:
 
     def asked(self, event: StopAsked) -> None:
         job = self._job
-        again = event.reason in self._reasons
+        # An agent asks once; what comes from it again is the same request, delivered to another controller.
+        again = not event.agent and event.reason in self._reasons
         self._reasons.add(event.reason)
         entered = job.phase in _IN_THE_FUNCTION and job.round is not None and job.round.times.entered is not None
         if self.request is None and entered:

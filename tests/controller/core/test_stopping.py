@@ -5,7 +5,7 @@ from itertools import permutations
 import msgspec
 import pytest
 
-from perdure.controller.core.events import Opened
+from perdure.controller.core.events import Opened, StopAsked
 from perdure.controller.core.job import Job
 from perdure.controller.core.rounds import JobPhase
 from perdure.protocol.faults import FaultKind
@@ -122,6 +122,13 @@ def test_the_same_wish_from_another_side_changes_nothing() -> None:
     assert desk.phase is JobPhase.RUNNING
     desk.stop(143, "SIGTERM to agent n1")
     assert desk.ending == (143, "SIGTERM")
+
+
+def test_the_same_request_of_an_agent_delivered_to_the_next_controller_is_no_second_one() -> None:
+    desk = held(5)
+    for _ in range(2):
+        desk.do(StopAsked(143, "SIGTERM to agent n1", "n1"))
+    assert desk.phase is JobPhase.RUNNING
 
 
 @pytest.mark.parametrize("answers", [(), (5,), (5, 5, 5)])
