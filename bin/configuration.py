@@ -28,6 +28,7 @@ RESERVED = frozenset(
         "PERDURE_AUTO_STAMP_S",
         "PERDURE_BEAT_FD",
         "PERDURE_GLOO_LIMIT_S",
+        "PERDURE_HARD_LIMIT_S",
         "PERDURE_JOB",
         "PERDURE_KEYS",
         "PERDURE_LIFE",

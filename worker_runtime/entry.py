@@ -105,7 +105,9 @@ class _Session:
         self._page = supervised.page
         self._link = Link(supervised, self._new_attempt)
         witness = Witness(supervised.slot, supervised.life)
-        self._around = Surroundings(self._link, self._page, witness, TorchHooks(supervised.gloo_limit_s), hooks)
+        self._around = Surroundings(
+            self._link, self._page, witness, TorchHooks(supervised.gloo_limit_s, supervised.hard_s), hooks
+        )
         self._port: Port | None = None
 
     def _new_attempt(self, enter: Enter) -> Attempt:

@@ -37,6 +37,7 @@ class Supervision:
             raise NotSupervised(f"the environment of perdure is damaged ({error}); {FIX}") from None
         self.stamp_interval_s = float(environ.get("PERDURE_AUTO_STAMP_S", AUTO_STAMP_S))
         self.gloo_limit_s = float(environ.get("PERDURE_GLOO_LIMIT_S", "inf"))
+        self.hard_s = float(environ.get("PERDURE_HARD_LIMIT_S", "inf"))
         self._check_socket()
         try:
             self.page = BeatPage.attach(page_fd)

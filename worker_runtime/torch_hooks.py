@@ -22,6 +22,9 @@ from datetime import timedelta
 from types import ModuleType
 from typing import Any, cast
 
+from ..protocol.settings import Settings
+from ..protocol.settings_rules import ConfigurationError
+from .environment_rules import judge_process_group
 from .gloo import Connections
 
 HELPER = ("torch.distributed.distributed_c10d", "_new_process_group_helper")
@@ -35,9 +38,10 @@ LAST_RETRY_S = 0.2
 class TorchHooks(importlib.abc.MetaPathFinder):
     """In place between `install` and `remove`. `connections` are those of the round that runs, if one does."""
 
-    def __init__(self, limit_s: float = math.inf) -> None:
+    def __init__(self, limit_s: float = math.inf, hard_s: float = math.inf) -> None:
         self.connections: Connections | None = None
         self._limit_s = limit_s
+        self._hard_s = hard_s
         self.store_port = 0
         self._makers = {HELPER: self._around_helper, STORE: self._around_store}
         self._originals: dict[tuple[str, str], Callable[..., Any]] = {}
@@ -89,6 +93,7 @@ class TorchHooks(importlib.abc.MetaPathFinder):
             with connections.opening():
                 made = original(*args, **kwargs)
             self._limit(made)
+            check_nccl_timeout(made, self._hard_s)
             return made
 
         return helper
@@ -129,6 +134,22 @@ class TorchHooks(importlib.abc.MetaPathFinder):
                 return store
 
         return create
+
+
+def check_nccl_timeout(made: Any, hard_s: float) -> None:
+    """Refuse an NCCL group whose own timeout comes first: torch would end its processes before perdure had acted."""
+    group: Any = cast(Any, made)[0] if isinstance(made, tuple) else made
+    if math.isinf(hard_s) or not hasattr(group, "_get_backend"):
+        return
+    torch: Any = sys.modules["torch"]
+    try:
+        backend: Any = group._get_backend(torch.device("cuda"))
+    except RuntimeError:
+        return  # no backend for devices
+    if type(backend).__name__ == "ProcessGroupNCCL":
+        timeout_s = backend.options._timeout.total_seconds()
+        if wrong := judge_process_group(timeout_s, Settings(hard_timeout=hard_s)):
+            raise ConfigurationError(wrong)
 
 
 def _wait_until_served(host: str, port: int, deadline: float) -> None:

@@ -163,6 +163,7 @@ class Agent:
             PERDURE_NODE=options.node,
             PERDURE_AUTO_STAMP_S=f"{stamp_interval(self._machine.settings):g}",
             PERDURE_GLOO_LIMIT_S=f"{gloo_limit(self._machine.settings):g}",
+            PERDURE_HARD_LIMIT_S=f"{self._machine.settings.hard_timeout:g}",
             PERDURE_EMPTY_CUDA_CACHE="1" if self._machine.settings.empty_cuda_cache else "0",
         )
         server = self._fork_server if action.spare else None
