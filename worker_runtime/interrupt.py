@@ -84,8 +84,7 @@ class Flight:
                 self.wanted = cause
                 self.wanted_at = monotonic()
                 # Before the abort: afterwards a rank that waited in a collective is already on its way out of it.
-                frames = sys._current_frames()  # pyright: ignore[reportPrivateUsage]
-                self._look(frames.get(threading.main_thread().ident or 0))
+                self._look(_frame_of_main_thread())
                 self.stop.wake()
             return True
 
@@ -143,6 +142,12 @@ class Flight:
         place = swallower(self._stack, spots(frame))
         if place and place not in self.swallowed and len(self.swallowed) < SWALLOWS_NAMED:
             self.swallowed.append(place)
+
+
+def _frame_of_main_thread() -> FrameType | None:
+    # All frames in a local variable would hold that variable's own frame: a circle, and with it all that the main
+    # thread's frames hold would live until the next garbage collection.
+    return sys._current_frames().get(threading.main_thread().ident or 0)  # pyright: ignore[reportPrivateUsage]
 
 
 def _being_handled(error: BaseException | None) -> bool:

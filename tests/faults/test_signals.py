@@ -2,6 +2,7 @@
 
 import os
 import random
+import re
 import signal
 import subprocess
 import time
@@ -9,15 +10,14 @@ from collections.abc import Callable
 
 import pytest
 
+import perdure
+
 from .cluster import STARTED, started, wait_phase
 from .harness import Job
 from .processes import is_zombie, lives, processes_with
 
 CODES = {signal.SIGINT: 130, signal.SIGTERM: 143, signal.SIGHUP: 129}
-
-
 OF_PYTHON = "Failed to import the site module"
-"""What the interpreter says of a SIGINT while it starts, before it has run a line of ours; its code is 1 then."""
 
 
 def end_of(job: Job, deadline_s: float = 15) -> set[int]:
@@ -33,6 +33,14 @@ def assert_quiet(job: Job) -> None:
         assert "ExceptionGroup" not in said, said
 
 
+def before_our_code(job: Job) -> bool:
+    """Whether the signal was a SIGINT that came while Python started (its code is 1 then) or looked for our package,
+    which takes it tens of milliseconds: nobody can take the signal there but Python, with its own traceback."""
+    said = job.output()
+    ours = rf'{re.escape(perdure.__path__[0])}/bin/main\.py", line \d+, in main\b'
+    return said.rstrip().endswith(("KeyboardInterrupt", OF_PYTHON)) and not re.search(ours, said)
+
+
 RANDOM = random.Random(20261130)
 MOMENTS = [0.0, 0.02, 0.05, *sorted(round(RANDOM.uniform(0.08, 1.6), 3) for _ in range(7))]
 """Seconds after the start: at the first the interpreter is not up yet, at the last the job has long been running."""
@@ -45,7 +53,9 @@ def test_at_any_moment_of_a_jobs_life(launch: Callable[..., Job], number: signal
     time.sleep(moment)
     job.agents["n0"].send_signal(number)
     codes = end_of(job)
-    if codes != {1} or OF_PYTHON not in job.output():
+    if number is signal.SIGINT and before_our_code(job):
+        assert codes <= {1, CODES[number]}
+    else:
         assert codes == {CODES[number]}
         assert_quiet(job)
 

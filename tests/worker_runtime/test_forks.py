@@ -86,7 +86,11 @@ def test_a_data_loader_with_workers_across_interrupts() -> None:
             for step, batch in enumerate(DataLoader(range(10**6), batch_size=4, num_workers=2)):
                 round.ping(step)
                 if round.index == 2 and step == 50: return int(batch.sum())
-        if __name__ == "__main__": print(train(), threading.active_count())
+        total = train()
+        # A queue that is closed does not wait for its feeder thread, which ends soon, or never if a loader is left.
+        for thread in threading.enumerate():
+            if thread is not threading.main_thread(): thread.join(5)
+        print(total, threading.active_count())
         """,
         torch=True,
     ) as rank:

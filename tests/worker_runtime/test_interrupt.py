@@ -223,3 +223,35 @@ def test_fifty_rounds_leave_nothing() -> None:
         assert max(memory) - min(memory) < 10
         assert len(set(fds)) == 1
         assert max(threads) <= min(threads) + 1
+
+
+def test_nothing_of_the_function_outlives_it() -> None:
+    """Neither the frame that was seen when the interrupt came nor those it was raised in: device memory hangs on
+    them, and the next round would have to wait for the garbage collection."""
+    with trainer("""
+        import gc, weakref
+        gc.disable()
+        class Tensor: pass
+        seen = []
+        def held():
+            seen.append(weakref.ref(tensor := Tensor()))
+            return tensor
+        def step(round):
+            tensor = held()
+            round.ping(1)
+            while round._flight.wanted is None: pass
+        def leave(round):
+            tensor = held()
+            with round.atomic(): step(round)
+        @perdure.resilient
+        def train(round):
+            if round.index: return [ref() for ref in seen]
+            leave(round)
+        print(train())
+        """) as rank:
+        rank.start()
+        rank.wait_page(1)
+        rank.enter(1, port=rank.interrupt().port)
+        rank.expect(Entered)
+        rank.expect(Returned)
+        assert rank.finish()[:2] == (0, "[None, None]\n")
