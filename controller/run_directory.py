@@ -22,6 +22,7 @@ from pathlib import Path
 import msgspec
 
 from ..protocol.exit_codes import ExitCode
+from ..protocol.verdict import Verdict
 from .journal import JournalError, read_header
 from .logbook import READABLE_NAME, STRUCTURED_NAME
 
@@ -30,15 +31,6 @@ _OTHERS_MAY_WRITE = stat.S_IWGRP | stat.S_IWOTH
 
 class RunDirectoryError(Exception):
     """The run directory cannot be used. The text names it, the reason and the fix."""
-
-
-class Verdict(msgspec.Struct, frozen=True):
-    """How an attempt ended. `ended` is wall time, for people."""
-
-    code: int
-    reason: str
-    cause: str
-    ended: float
 
 
 class RunDirectory:
@@ -82,9 +74,7 @@ class RunDirectory:
     def read_verdict(self) -> Verdict | None:
         """How this attempt ended; None while it has not."""
         try:
-            return msgspec.json.decode(self.verdict.read_bytes(), type=Verdict)
-        except FileNotFoundError:
-            return None
+            return Verdict.read(self.verdict)
         except OSError as error:
             raise RunDirectoryError(f"cannot read {self.verdict}: {error.strerror}") from error
         except msgspec.MsgspecError as error:

@@ -1,5 +1,7 @@
 """The agent finds the controller of its own attempt, whatever earlier ones have left in the run directory."""
 
+import os
+import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
@@ -7,6 +9,7 @@ from typing import Any
 import pytest
 import trio
 
+from perdure.controller.run_directory import RunDirectory
 from perdure.protocol.codec import decode_from_agent, encode_body, pack, unpack
 from perdure.protocol.controller_socket import ControllerSocket
 from perdure.protocol.endpoint import Endpoint
@@ -16,6 +19,7 @@ from perdure.protocol.names import AgentName, this_process
 from perdure.protocol.settings import Settings
 from perdure.protocol.wire import Disconnected, Received
 from perdure.worker_runtime.agent import link
+from perdure.worker_runtime.agent.ending import Ending
 from perdure.worker_runtime.agent.link import Handlers, Link
 
 JOB = "77"
@@ -31,6 +35,7 @@ class Heard:
         self.welcomes: list[int] = []
         self.complaints: list[str] = []
         self.refusals: list[str] = []
+        self.ends: list[tuple[int, str]] = []
         self._bell = trio.Event()
 
     def link(self, folder: Path, environ: dict[str, str]) -> Link:
@@ -47,6 +52,7 @@ class Heard:
             directed=lambda incarnation, directive: None,
             refused=lambda reason: note(self.refusals, reason),
             lost=lambda: None,
+            ended=lambda code, reason: note(self.ends, (code, reason)),
             complain=lambda text: note(self.complaints, text),
         )
         return Link(JOB, folder, environ, 5.0, handlers)
@@ -183,3 +189,36 @@ def test_no_controller_and_a_foreign_one_are_complained_of(tmp_path: Path, monke
         assert "belongs to job 'another'" in heard.complaints[1]
 
     run(test)
+
+
+def test_a_job_that_ends_while_an_agent_looks_for_its_controller(tmp_path: Path) -> None:
+    """Nobody is left who could tell it."""
+
+    async def test(nursery: trio.Nursery) -> None:
+        heard = Heard()
+        publish(tmp_path, 1, NOBODY, create_keys(tmp_path / "keys.json"), 1)
+        nursery.start_soon(heard.link(tmp_path, {}).run)
+        await trio.sleep(TWICE_THE_LONGEST_LOOK_S)
+        assert heard.ends == []
+        RunDirectory(tmp_path).write_verdict(130, "SIGINT to agent n0")
+        await heard.until(lambda: heard.ends == [(130, "SIGINT to agent n0")], 5.0)
+
+    run(test)
+
+
+def test_whose_verdict_it_is(tmp_path: Path) -> None:
+    directory = RunDirectory(tmp_path)
+    directory.write_verdict(3, "before the agent started")
+    an_hour_ago = time.time() - 3600
+    os.utime(directory.verdict, (an_hour_ago, an_hour_ago))
+    ending = Ending(tmp_path)
+    assert ending.look() is None
+    directory.write_verdict(4, "after it had looked")
+    verdict = ending.look()
+    assert verdict is not None
+    assert verdict.code == 4
+    late = Ending(tmp_path).look()
+    assert late is not None, "this process is older than the verdict, though it looks for the first time"
+    directory.verdict.unlink()
+    assert Ending(tmp_path).look() is None
+    assert not list(tmp_path.glob(".agent-*"))

@@ -35,7 +35,9 @@ from ...protocol.messages import (
     Unknown,
     Welcome,
 )
+from ...protocol.verdict import Verdict
 from ...protocol.wire import Connected, Disconnected, HandshakeFailed, WireError, local_address
+from .ending import Ending
 
 RESEND_AFTER_S = 1.0
 HELLO_AGAIN_S = 1.0
@@ -60,6 +62,8 @@ class Handlers:
     directed: Callable[[int, Directive], None]
     refused: Callable[[str], None]
     lost: Callable[[], None]
+    ended: Callable[[int, str], None]
+    """The controller has ended the job, and could not tell us: with which code, and why."""
     complain: Callable[[str], None]
 
 
@@ -77,6 +81,7 @@ class Link:
         self._joined = False
         self._over = False
         self._endpoint: Endpoint | None = None
+        self._ending = Ending(run_dir)
         self._heartbeat_timeout_s = heartbeat_timeout_s
         self._on = handlers
         self._queue = ReliableQueue(RESEND_AFTER_S)
@@ -182,19 +187,26 @@ class Link:
         """Our attempt's present endpoint. Never blocks the agent, however sick the file system is."""
         try:
             with trio.move_on_after(READ_TIMEOUT_S):
-                found = await trio.to_thread.run_sync(self._read_files, abandon_on_cancel=True)
-                return found if found is not None and self._is_ours(found[0]) else None
+                found, verdict = await trio.to_thread.run_sync(self._read_files, abandon_on_cancel=True)
+                if found is not None and not self._is_ours(found[0]):
+                    return None
+                if verdict is not None and not self._welcomed and not self._over:
+                    self._over = True
+                    self._on.ended(verdict.code, verdict.reason)
+                return found
             self._complain(f"the run directory {self._run_dir} does not answer")
         except (EndpointError, KeysError) as error:
             self._complain(str(error))
         return None
 
-    def _read_files(self) -> tuple[Endpoint, JobKeys | None] | None:
+    def _read_files(self) -> tuple[tuple[Endpoint, JobKeys | None] | None, Verdict | None]:
         """Runs in a thread. The keys are read last: a controller makes them before it publishes its endpoint."""
+        verdict = self._ending.look()
         endpoint = Endpoint.read(self._run_dir / "endpoint.json")
         if endpoint is None or not endpoint.server_public:
-            return None if endpoint is None else (endpoint, None)
-        return endpoint, keys_from_environment(self._environ) or load_keys(self._run_dir / "keys.json")
+            return (None if endpoint is None else (endpoint, None)), verdict
+        keys = keys_from_environment(self._environ) or load_keys(self._run_dir / "keys.json")
+        return (endpoint, keys), verdict
 
     def _is_ours(self, endpoint: Endpoint) -> bool:
         if endpoint.job != self._job:

@@ -161,10 +161,10 @@ class AgentMachine:
             self._actions.append(AskStop(code, reason))
         return self._done()
 
-    def abandoned(self, code: int, now: float) -> list[Action]:
-        """The controller ended by itself before this agent was told to end."""
+    def abandoned(self, code: int, reason: str, now: float) -> list[Action]:
+        """The controller ended before this agent was told to end."""
         if not self._over:
-            self._end_alone(code or int(ExitCode.INTERNAL), "the controller ended without ending the job", now)
+            self._end_alone(code, reason, now)
         return self._done()
 
     def refused(self, reason: str, now: float) -> list[Action]:

@@ -67,7 +67,9 @@ class Agent:
             options.run_dir,
             options.environ,
             options.settings.heartbeat_timeout,
-            Handlers(self._hello, self._welcomed, self._directed, self._refused, self._lost, self._complain),
+            Handlers(
+                self._hello, self._welcomed, self._directed, self._refused, self._lost, self._ended, self._complain
+            ),
         )
         self._processes: dict[Slot, RankProcess] = {}
         self._spawning: dict[Slot, trio.CancelScope] = {}
@@ -328,7 +330,10 @@ class Agent:
     def _controller_left(self, code: int) -> None:
         """Our own controller has ended: with the job, or because it could not lead at all."""
         if not self._link.up and self._leave is None:
-            self._do(self._machine.abandoned(code, time.monotonic()))
+            self._ended(code or int(ExitCode.INTERNAL), "the controller ended without ending the job")
+
+    def _ended(self, code: int, reason: str) -> None:
+        self._do(self._machine.abandoned(code, reason, time.monotonic()))
 
     def _farewell_signal(self) -> int | None:
         """What our own controller must be told when we leave, if it cannot know that the job is over."""
