@@ -171,14 +171,17 @@ def test_a_controller_that_nobody_reaches_blames_nobody(spread: Callable[..., Jo
 
 
 def test_agents_that_are_cut_off_end_their_ranks_in_time(spread: Callable[..., Job], network: Network) -> None:
-    """The controller lives, but nobody can tell from where the agents are."""
+    """The controller lives, but nobody can tell from where the agents are, unless they find its verdict: it ends the job
+    at about the same time, and the run directory is not cut off."""
     job = spread(heartbeat_timeout=2, heartbeat_interval=0.5, controller_timeout=3)
     job.wait_round(0)
     wait_phase(job, "running")
     network.cut("controller")
     for node in job.nodes:
-        assert job.agents[node].wait(20) == 94
-        assert "no controller for 3 s (controller_timeout)" in job.output(node)
+        code = job.agents[node].wait(20)
+        said = {94: "no controller for 3 s (controller_timeout)", 91: "agents"}
+        assert code in said
+        assert said[code] in job.output(node)
     assert job.controller is not None
     assert job.controller.wait(30) == 91
     job.controller = None
