@@ -49,6 +49,8 @@ def usage(pid: int) -> Usage:
 class Cluster:
     """A controller and its crowd of agents, inside one job."""
 
+    crowd_program = "scale_agents.py"
+
     def __init__(self, job: Job, ranks: int, ranks_per_agent: int) -> None:
         self.job = job
         self.agents = ranks // ranks_per_agent
@@ -62,7 +64,7 @@ class Cluster:
 
     def start_crowd(self, first: int, ranks_per_agent: int) -> subprocess.Popen[bytes]:
         count = min(AGENTS_PER_PROCESS, self.agents - first)
-        command = [sys.executable, str(PEERS / "scale_agents.py"), f"--events={self.job.events_file}"]
+        command = [sys.executable, str(PEERS / self.crowd_program), f"--events={self.job.events_file}"]
         command += [f"--run-dir={self.run_dir}", f"--first={first}", f"--agents={count}", f"--expected={self.agents}"]
         command += [f"--ranks-per-agent={ranks_per_agent}", f"--beat-interval={BEAT_INTERVAL_S}"]
         return self.job.start(command, commands=True)

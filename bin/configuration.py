@@ -27,6 +27,7 @@ RESERVED = frozenset(
         "PERDURE_AGENTS",
         "PERDURE_AUTO_STAMP_S",
         "PERDURE_BEAT_FD",
+        "PERDURE_CHECKPOINTS",
         "PERDURE_GLOO_LIMIT_S",
         "PERDURE_HARD_LIMIT_S",
         "PERDURE_JOB",
@@ -65,11 +66,14 @@ class Configuration(msgspec.Struct, frozen=True):
 
     def command_line(self) -> list[str]:
         """The options that were given on the command line, to hand them on to another command."""
-        given = {name: source for name, source in self.sources.items() if source.startswith("--")}
-        return [
-            source if KNOBS[name].kind is Kind.FLAG else f"{source}={self.chosen[name].replace(' ', '')}"
-            for name, source in given.items()
-        ]
+        options: list[str] = []
+        for name, source in self.sources.items():
+            if source.startswith("--"):
+                kind, value = KNOBS[name].kind, self.chosen[name]
+                # Times are shown as `60 s`, and a folder's name may have a blank of its own.
+                value = value.replace(" ", "") if kind is Kind.DURATION else value
+                options.append(source if kind is Kind.FLAG else f"{source}={value}")
+        return options
 
 
 class Reading:

@@ -18,6 +18,7 @@ COMMANDS = {
     "run": "start the agent of this node, and the controller too when the job has just this one machine",
     "controller": "start the controller of a job whose agents run elsewhere",
     "inspect": "tell the story of a job from its journal",
+    "checkpoints": "list the checkpoints of a job, verify them, delete old ones, or copy one out",
 }
 
 

@@ -8,6 +8,7 @@ import msgspec
 from .core import wording
 from .core.blame import Finding
 from .narrative import Chapter, Story
+from .narrative_checkpoints import published, resume_record
 
 
 def encode_round(story: Story, chapter: Chapter) -> bytes:
@@ -32,6 +33,8 @@ def round_record(story: Story, chapter: Chapter) -> dict[str, Any]:
         "seats": _seats(story, chapter),
         "story": chapter.story,
         "phases": chapter.phases,
+        "resume": resume_record(chapter),
+        "checkpoints": [{"at": _stamp(note.at), **note.tell.fields} for note in published(chapter)],
         "cause": verdict and _finding(story, chapter, verdict.cause),
         "companions": [_finding(story, chapter, finding) for finding in verdict.companions] if verdict else [],
         "victims": [_finding(story, chapter, finding) for finding in verdict.victims] if verdict else [],

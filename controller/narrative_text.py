@@ -15,6 +15,7 @@ from ..protocol.faults import Fault, FaultKind
 from ..protocol.knobs import KNOBS, show
 from ..protocol.messages import ExitRecord
 from ..protocol.settings import Settings
+from . import narrative_checkpoints
 from .core import wording
 from .core.blame import Finding, Verdict
 from .core.verdict import blamed
@@ -22,7 +23,7 @@ from .lease import Condition, read_holder
 from .log_lines import one_line
 from .narrative import Chapter, Note, Story, attempts
 
-TOLD_ELSEWHERE = frozenset({"fault", "killed", "running", "recovered", "complete", "ending"})
+TOLD_ELSEWHERE = frozenset({"fault", "killed", "running", "recovered", "complete", "ending", "checkpoint"})
 """Events of the log that the blocks tell in another place."""
 
 LEASE_NAME = "lock"
@@ -145,6 +146,10 @@ def _block(story: Story, chapter: Chapter, told: Told, *, full: bool) -> Iterato
         yield f"ROUND {round.index:<3} {_clock(chapter.began)}   {_run(story, chapter)}"
         if full or chapter is story.rounds[0]:
             yield _row("seats", wording.seating(round))
+        if resumed := narrative_checkpoints.resumed_from(chapter):
+            yield _row("resumed", f"from {resumed}")
+        saved = narrative_checkpoints.lines(chapter, full=full)
+        yield from _rows("saved", (f"{_clock(at)}   {text}" if at else text for at, text in saved))
         yield _row(*_result(story, chapter))
         yield from _cause(story, chapter, told, full=full)
     yield from _rows("events", _told_events(chapter, full=full))
@@ -328,7 +333,7 @@ def _death(story: Story, chapter: Chapter, fault: Fault) -> ExitRecord | None:
 
 
 def _events(chapter: Chapter) -> list[Note]:
-    return [note for note in chapter.notes if note.tell.event not in TOLD_ELSEWHERE]
+    return [n for n in chapter.notes if n.tell.event not in TOLD_ELSEWHERE and n.tell.level != "debug"]
 
 
 def _told_events(chapter: Chapter, *, full: bool) -> Iterator[str]:

@@ -26,14 +26,11 @@ from ..protocol.exit_codes import ExitCode
 from ..protocol.keys import JobKeys
 from ..protocol.messages import (
     Acknowledge,
-    Beat,
     Directive,
     FromAgent,
     Hello,
     Refused,
     Remark,
-    Report,
-    StopRequest,
     Unknown,
     Welcome,
 )
@@ -43,7 +40,7 @@ from ..protocol.socket import UnknownPeer
 from ..protocol.wire import Disconnected, Received
 from .clock import Clock
 from .core.commands import Accept, Command, Direct, Finished, Refuse, Tell
-from .core.events import Attached, Event, LinkLost, Opened, Reported, Silent, StopAsked, Tick
+from .core.events import Attached, Event, LinkLost, Opened, Silent, StopAsked, Tick, event_of
 from .logbook import Logbook
 from .peers import Peer, Peers
 from .recovery import Memory
@@ -297,16 +294,10 @@ class Controller:
             self._peers.owe(peer, now)
             if not peer.reports.accept(envelope.seq):
                 return []
-        match message:
-            case Report():
-                return [Reported(peer.agent, message.slots)]
-            case StopRequest():
-                return [StopAsked(message.code, message.reason, peer.agent)]
-            case Remark():
-                self._log.line(message.event, message.text, level=message.level, slot=message.slot or None)
-            case Beat() | Acknowledge():
-                pass
-        return []
+        if isinstance(message, Remark):
+            self._log.line(message.event, message.text, level=message.level, slot=message.slot or None)
+        event = event_of(peer.agent, message)
+        return [] if event is None else [event]
 
     def _judge_silence(self) -> list[Event]:
         """Who is silent. If nobody is heard any more, it may be this controller that is cut off: the core judges."""

@@ -40,11 +40,12 @@ QUIET = {
 def run(folder: Path, faults: list[str]) -> str:
     """Train under `perdure run`, show what it says, and return the trainer's final line."""
     folder.mkdir(parents=True)
-    trainer = [str(HERE / "train_gpt.py"), f"--steps={STEPS}", f"--checkpoint-dir={folder / 'checkpoints'}"]
+    trainer = [str(HERE / "train_gpt.py"), f"--steps={STEPS}"]
     if faults:
         marks = f"--marks={folder / 'marks'}"
         trainer = [str(HERE / "faulty.py"), marks, *(f"--fault={fault}" for fault in faults), *trainer]
     perdure = [*PERDURE, "run", f"--nproc={RANKS}", f"--run-dir={folder / 'run'}", *SETTINGS]
+    perdure += [f"--save={folder / 'checkpoints'}", "--save-interval=20", "--most-recent-k=2"]
     command = [*perdure, "--", sys.executable, *trainer]
     environment = {**os.environ, **QUIET}
     final = ""

@@ -1,13 +1,14 @@
 """A small GPT, trained on the text of Python's own standard library: the example trainer of perdure.
 
-    python examples/train_gpt.py                                    # one process, nobody watches
-    perdure run --nproc 4 -- python examples/train_gpt.py           # four ranks that recover in place
+    python examples/train_gpt.py                                    # one process, nobody watches, nothing is saved
+    perdure run --nproc 4 --save $PWD/checkpoints --save-interval 20 -- python examples/train_gpt.py
+                                                                    # four ranks that recover in place
 
 A run that is broken on the way ends with the same parameters, to the bit, as one that is not (same world size), because
 
-- the training function can be called again at any time: all that it needs it makes itself or reads from the checkpoint;
+- the training function can be called again at any time: all that it needs it makes itself or reads from a checkpoint;
 - what a step does depends on its number alone: the data it reads and the random numbers of its dropout;
-- the checkpoint is whole or absent: it is written aside, flushed and renamed, and no interrupt comes in between.
+- a checkpoint is whole or absent, and all ranks resume from the same one: `round.checkpointer` sees to both.
 """
 
 import argparse
@@ -21,13 +22,13 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.nn.parallel import DistributedDataParallel
 
 import perdure
 
 VOCABULARY = 256  # bytes
 CORPUS_BYTES = 2_000_000
-KEPT_CHECKPOINTS = 2
 ALONE = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
 
 
@@ -85,27 +86,10 @@ def batch_of(step: int, corpus: Tensor, rank: int, world_size: int, size: int, c
     return windows[:, :-1], windows[:, 1:]
 
 
-def save(directory: Path, step: int, state: dict[str, Any]) -> None:
-    """Put the checkpoint of `step` there in one piece, and remove all but the newest ones."""
-    temporary = directory / "checkpoint.tmp"
-    with open(temporary, "wb") as file:
-        torch.save(state, file)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(temporary, directory / f"step_{step:08d}.pt")
-    folder = os.open(directory, os.O_RDONLY)
-    os.fsync(folder)
-    os.close(folder)
-    for old in sorted(directory.glob("step_*.pt"))[:-KEPT_CHECKPOINTS]:
-        old.unlink()
-
-
-def newest_step(directory: Path, device: torch.device) -> int:
-    """The newest step whose checkpoint every rank can see; 0 if there is none."""
-    names = sorted(directory.glob("step_*.pt"))
-    newest = torch.tensor(int(names[-1].stem.removeprefix("step_")) if names else 0, device=device)
-    dist.all_reduce(newest, dist.ReduceOp.MIN)
-    return int(newest)
+def state_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """What a checkpoint holds. Its tensors are the ones in use, so restoring into it restores these."""
+    of_model, of_optimizer = get_state_dict(model, optimizer)
+    return {"model": of_model, "optimizer": of_optimizer}
 
 
 def digest_of(model: nn.Module) -> str:
@@ -127,12 +111,11 @@ def train(round: perdure.Round, options: argparse.Namespace) -> Result:
         torch.manual_seed(0)
         model = GPT(options.context).to(device)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-        start = newest_step(options.checkpoint_dir, device)
-        if start:
-            path = options.checkpoint_dir / f"step_{start:08d}.pt"
-            state = torch.load(path, map_location=device, weights_only=True)
-            model.load_state_dict(state["model"])
-            optimizer.load_state_dict(state["optimizer"])
+        start = 0
+        if round.resume is not None:
+            state = state_of(model, optimizer)
+            start = round.checkpointer.restore(state) or 0
+            set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
         parallel = DistributedDataParallel(model)
 
         def loss_of(step: int) -> Tensor:
@@ -152,12 +135,10 @@ def train(round: perdure.Round, options: argparse.Namespace) -> Result:
             optimizer.step()
         round.ping(step)
         stopping = round.should_stop(step)
-        if stopping or step == options.steps or step % options.checkpoint_every == 0:
-            with round.section("checkpointing"), round.atomic():
-                if rank == 0:
-                    state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
-                    save(options.checkpoint_dir, step, state)
-                    print(f"step={step} loss={loss.item():.4f} round={round.index}", flush=True)
+        if stopping or step == options.steps or round.checkpointer.due(step):
+            round.checkpointer.save(step, state_of(model, optimizer))
+            if rank == 0:
+                print(f"step={step} loss={loss.item():.4f} round={round.index}", flush=True)
         start = step
         if stopping:
             break
@@ -175,10 +156,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--batch-size", type=int, default=4, help="sequences per rank and step")
     parser.add_argument("--context", type=int, default=64, help="bytes per sequence")
-    parser.add_argument("--checkpoint-dir", type=Path, default=Path("checkpoints"))
-    parser.add_argument("--checkpoint-every", type=int, default=20, metavar="STEPS")
     options = parser.parse_args()
-    options.checkpoint_dir.mkdir(parents=True, exist_ok=True)
     for name, value in ALONE.items():
         os.environ.setdefault(name, value)  # a launcher, and perdure before each round, know better
     torch.set_num_threads(1)

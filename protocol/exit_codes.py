@@ -28,6 +28,8 @@ class ExitCode(IntEnum):
     """The same failure again and again without progress."""
     CONTROLLER_LOST = 94
     """An agent was without a controller for `controller_timeout`."""
+    CHECKPOINTS_SPENT = 95
+    """Every checkpoint that can be reached is bad, or was resumed from in vain."""
     HANGUP = 129
     """SIGHUP: the terminal was closed. Under nohup, which has it ignored, the job goes on."""
     INTERRUPTED = 130

@@ -27,7 +27,10 @@ class Kind(Enum):
 
 
 class Knob(msgspec.Struct, frozen=True):
-    """One knob. off: `off` is a value. zero: zero is a value (of a time). summary: the command line's help."""
+    """One knob. off: `off` is a value. zero: zero is a value (of a time, a number). summary: the command line's help.
+
+    foreign: values that other frameworks know under this name, and what to write here instead.
+    """
 
     name: str
     kind: Kind
@@ -35,6 +38,7 @@ class Knob(msgspec.Struct, frozen=True):
     off: bool = False
     zero: bool = False
     choices: tuple[str, ...] = ()
+    foreign: dict[str, str] = {}
 
     @property
     def flag(self) -> str:
@@ -44,6 +48,9 @@ class Knob(msgspec.Struct, frozen=True):
     def variable(self) -> str:
         return "PERDURE_" + self.name.upper()
 
+
+OTHER_FORMATS = ("zarr", "fsdp_dtensor", "torch", "torch_dcp")
+"""Megatron's other names of formats."""
 
 KNOBS: dict[str, Knob] = {
     knob.name: knob
@@ -74,8 +81,52 @@ KNOBS: dict[str, Knob] = {
         Knob("observe_only", Kind.FLAG, "log what the detectors find, and do nothing about it"),
         Knob("empty_cuda_cache", Kind.FLAG, "give cached device memory back between two rounds"),
         Knob("monitor_process_logdir", Kind.FOLDER, "where each agent keeps a copy of the logs", off=True),
+        Knob("save", Kind.FOLDER, "where checkpoints are published, seen by all nodes; off: nowhere", off=True),
+        Knob("save_interval", Kind.COUNT, "steps between two saves there", off=True),
+        Knob(
+            "most_recent_k",
+            Kind.COUNT,
+            "so many published checkpoints are kept; off: all",
+            off=True,
+            foreign={"-1": 'write "off" to keep all of them'},
+        ),
+        Knob("ckpt_step", Kind.COUNT, "resume from this step and no other; off: from the newest", off=True),
+        Knob(
+            "ckpt_format",
+            Kind.CHOICE,
+            "how a checkpoint is written: files of torch.distributed.checkpoint",
+            choices=("torch_dist",),
+            foreign=dict.fromkeys(OTHER_FORMATS, 'write "torch_dist", the one format that is written here'),
+        ),
+        Knob("async_save", Kind.FLAG, "training goes on while another process writes; false: it waits for the disk"),
+        Knob("on_busy", Kind.CHOICE, "a save while all buffers are being written", choices=("skip", "wait")),
+        Knob("save_timeout", Kind.DURATION, "for one save to be written and published"),
+        Knob(
+            "non_persistent_local_ckpt_dir",
+            Kind.FOLDER,
+            "where each node keeps checkpoints of its own, fast and gone with the node; off: nowhere",
+            off=True,
+        ),
+        Knob("non_persistent_save_interval", Kind.COUNT, "steps between two saves to the node's own folder", off=True),
+        Knob(
+            "non_persistent_local_ckpt_algo",
+            Kind.CHOICE,
+            "each rank keeps its share of what several hold, or all it holds",
+            choices=("fully_parallel", "atomic"),
+        ),
+        Knob(
+            "replication",
+            Kind.COUNT,
+            "other nodes that hold a copy of what a node keeps of its own",
+            zero=True,
+            foreign={"true": "write replication = 1, the number of other nodes", "false": "write replication = 0"},
+        ),
     )
 }
+
+ALWAYS = "this is always so"
+ONE_WRITER = "each rank has one writer process of perdure's, used for every save"
+COPIES = "replication says how many other nodes hold a copy (a factor of 2 is replication = 1), and perdure says which"
 
 REFUSED: dict[str, str] = {
     "enabled": "perdure is on for what `perdure run` starts and off for everything else",
@@ -84,8 +135,23 @@ REFUSED: dict[str, str] = {
     "progress_watchdog_interval": "progress is stamped where it happens; no watchdog polls for it",
     "monitor_process_logfile": "there is one file for each rank: name their folder, with monitor_process_logdir",
     "cuda_health_check_timeout": "a health check that hangs is ended by barrier_timeout",
+    "load": "a job resumes from where it saves; `perdure checkpoints copy` brings a checkpoint there",
+    "save_retain_interval": "checkpoints are kept by number, with most_recent_k",
+    "non_persistent_ckpt_type": "it is local as soon as non_persistent_local_ckpt_dir is set, and there is no other",
+    "non_persistent_global_ckpt_dir": "what all nodes see is in save; a node's own is in non_persistent_local_ckpt_dir",
+    "async_strategy": ONE_WRITER,
+    "use_persistent_ckpt_worker": ONE_WRITER,
+    "ckpt_assume_constant_structure": "the layout is checked at every save, and made anew only where it changed",
+    "fully_parallel_save": ALWAYS,
+    "fully_parallel_load": ALWAYS,
+    "ckpt_fully_parallel_save": ALWAYS,
+    "ckpt_fully_parallel_load": ALWAYS,
+    "verify_integrity": ALWAYS,
+    "replication_jump": COPIES,
+    "replication_factor": COPIES,
 }
-"""Names of the in-process restart settings of Megatron Bridge and NeMo that could have no effect here, and why."""
+"""Names of restart and checkpoint settings of Megatron Bridge, Megatron-LM and NeMo that could have no effect here, and
+why."""
 
 OFF_WORDS = frozenset({"off", "none", "null"})
 FLAG_WORDS = {"true": True, "yes": True, "on": True, "1": True, "false": False, "no": False, "off": False, "0": False}
@@ -114,6 +180,16 @@ def parse(knob: Knob, given: object, *, text: bool) -> Value:
     text: it comes from the environment or the command line, where all is text; from a file a number must be a number.
     Raises Unusable.
     """
+    try:
+        return parse_kind(knob, given, text=text)
+    except Unusable as error:
+        known = knob.foreign.get(str(given).strip().lower())
+        if known is None:
+            raise
+        raise Unusable(error.rule, known) from error
+
+
+def parse_kind(knob: Knob, given: object, *, text: bool) -> Value:
     if isinstance(given, str) and given.strip().lower() in OFF_WORDS and knob.kind is not Kind.FLAG:
         return off_value(knob)
     match knob.kind:
@@ -132,6 +208,8 @@ def parse(knob: Knob, given: object, *, text: bool) -> Value:
 
 
 def off_value(knob: Knob) -> Value:
+    if not knob.off and knob.zero and knob.kind is Kind.COUNT:
+        raise Unusable(f"{knob.name} is {knob.kind.value}", f"write {knob.name} = 0")
     if not knob.off:
         why = "every wait has an end" if knob.kind is Kind.DURATION else "there is no doing without it"
         raise Unusable(f"{knob.name} cannot be off: {why}", f"give a value, or leave it out for {default_of(knob)}")
@@ -160,11 +238,11 @@ def parse_count(knob: Knob, given: object, text: bool) -> int:
         number = int(given)
     if not isinstance(number, int) or isinstance(number, bool):
         raise Unusable(f"{knob.name} is {knob.kind.value}", f"write for example {knob.name} = 8")
-    if number < 1:
-        fix = f"leave it out for {default_of(knob)}"
+    if number < (0 if knob.zero else 1):
+        fix = 'write "off" to do without it' if knob.off else f"leave it out for {default_of(knob)}"
         if knob.name in ("max_iterations", "max_rank_faults"):
             fix = 'write "off" for no limit; max_iterations = 1 ends the job at its first fault'
-        raise Unusable(f"{knob.name} is 1 or more", fix)
+        raise Unusable(f"{knob.name} is {0 if knob.zero else 1} or more", fix)
     return number
 
 

@@ -11,6 +11,7 @@ from enum import Enum
 
 import msgspec
 
+from .checkpoints import NO_ORDERS, DepotOrders, Fact, Resume
 from .faults import Fault
 from .names import NO_ROUND, AgentName, ProcessId, Slot
 from .settings import Settings
@@ -122,6 +123,25 @@ class StopRequest(msgspec.Struct, frozen=True, tag="stop"):
     reason: str
 
 
+class Saved(msgspec.Struct, frozen=True, tag="saved"):
+    """What became of checkpoints, as this agent's ranks and its depot saw it. Delivered to this controller or the
+    next."""
+
+    facts: tuple[Fact, ...]
+
+
+class Stock(msgspec.Struct, frozen=True, tag="stock"):
+    """Which checkpoints this agent's depot found: those of its node's local tier, and published ones, where it is one
+    of those that look for them. Told after every Welcome, and by a depot that replaces a dead one; with the newest
+    steps, if they are too many for one message: what more of it follows adds to it.
+
+    address: where depots of other nodes, and restoring ranks, can read this node's shards; empty if nowhere.
+    """
+
+    address: str
+    facts: tuple[Fact, ...]
+
+
 class Remark(msgspec.Struct, frozen=True, tag="remark", omit_defaults=True):
     """A line for the job's log. Not acknowledged: a lost one changes nothing."""
 
@@ -176,6 +196,7 @@ class Directive(msgspec.Struct, frozen=True, tag="directive", omit_defaults=True
     completed: resilient functions that the job is through with; a process that was started later is let through them.
     hold: the job is asked to stop: no rank of `round` passes a further step, and each says which was its last.
     stop_step: after this step all ranks leave the function, -1 while it is not agreed.
+    epoch, resume: for saves of `round`, and from which save it resumes. depot: what the agent's depot is to do.
     """
 
     round: int
@@ -192,6 +213,9 @@ class Directive(msgspec.Struct, frozen=True, tag="directive", omit_defaults=True
     completed: int = 0
     hold: bool = False
     stop_step: int = -1
+    epoch: int = 0
+    resume: Resume | None = None
+    depot: DepotOrders = NO_ORDERS
 
 
 class Welcome(msgspec.Struct, frozen=True, tag="welcome"):
@@ -213,5 +237,5 @@ class Unknown(msgspec.Struct, frozen=True, tag="unknown"):
     """
 
 
-FromAgent = Hello | Report | Beat | StopRequest | Remark | Acknowledge
+FromAgent = Hello | Report | Beat | StopRequest | Saved | Stock | Remark | Acknowledge
 FromController = Welcome | Directive | Refused | Unknown | Acknowledge

@@ -6,6 +6,7 @@ ordered, never lost while both live, and the kernel tells each side at once when
 
 import msgspec
 
+from .checkpoints import Fact, Resume
 from .faults import Fault
 from .names import NO_ROUND
 
@@ -67,6 +68,12 @@ class Leaving(msgspec.Struct, frozen=True, tag="leaving"):
     fault: Fault | None = None
 
 
+class Facts(msgspec.Struct, frozen=True, tag="facts"):
+    """What became of this rank's part of checkpoints."""
+
+    facts: tuple[Fact, ...]
+
+
 class Note(msgspec.Struct, frozen=True, tag="note"):
     """A line for the log."""
 
@@ -80,7 +87,8 @@ class Note(msgspec.Struct, frozen=True, tag="note"):
 class Enter(msgspec.Struct, frozen=True, tag="enter", omit_defaults=True):
     """Take this seat: set the environment and call the training function.
 
-    rank is RESERVE for a process that stays at the gate.
+    rank is RESERVE for a process that stays at the gate. epoch, resume: for saves of this round, and from which save it
+    resumes.
     """
 
     round: int
@@ -91,6 +99,8 @@ class Enter(msgspec.Struct, frozen=True, tag="enter", omit_defaults=True):
     master_addr: str
     master_port: int
     job: str
+    epoch: int = 0
+    resume: Resume | None = None
 
 
 class Interrupt(msgspec.Struct, frozen=True, tag="interrupt"):
@@ -121,5 +131,5 @@ class Finish(msgspec.Struct, frozen=True, tag="finish"):
     reason: str
 
 
-FromRank = Ready | Entered | Raised | Returned | Passed | Leaving | Note
+FromRank = Ready | Entered | Raised | Returned | Passed | Leaving | Facts | Note
 ToRank = Enter | Interrupt | Hold | StopAt | Finish

@@ -29,6 +29,14 @@ class Settings(msgspec.Struct, frozen=True):
     last_call_wait: for concurrent faults, while evidence is incomplete.
     respawn: a new process takes the slot of a dead one. observe_only: what the detectors find is logged, not acted on.
     empty_cuda_cache: between two rounds. monitor_process_logdir: where agents keep a copy of the logs, None: nowhere.
+
+    Checkpoints. save: the durable tier's folder, None: none. save_interval: steps between two saves there.
+    most_recent_k: so many published saves are kept, None: all. ckpt_step: resume from this step, and no other.
+    async_save: the training thread does not wait for the disk. on_busy: `skip` a save that is due while both buffers
+    are being written, or `wait`. save_timeout: for one save to become durable.
+    non_persistent_local_ckpt_dir: the local tier's folder, None: none. non_persistent_save_interval: steps between two
+    saves there. non_persistent_local_ckpt_algo: each rank keeps its share (`fully_parallel`) or all it has (`atomic`).
+    replication: other nodes that each hold a copy of a node's local shards.
     """
 
     granularity: str = "node"
@@ -52,3 +60,15 @@ class Settings(msgspec.Struct, frozen=True):
     observe_only: bool = False
     empty_cuda_cache: bool = True
     monitor_process_logdir: str | None = None
+    save: str | None = None
+    save_interval: int | None = None
+    most_recent_k: int | None = None
+    ckpt_step: int | None = None
+    ckpt_format: str = "torch_dist"
+    async_save: bool = True
+    on_busy: str = "skip"
+    save_timeout: float = 600.0
+    non_persistent_local_ckpt_dir: str | None = None
+    non_persistent_save_interval: int | None = None
+    non_persistent_local_ckpt_algo: str = "fully_parallel"
+    replication: int = 0

@@ -5,6 +5,7 @@ are collected, from every source, and reported together, each with the values, t
 """
 
 from collections.abc import Iterable, Mapping
+from pathlib import PurePosixPath
 from types import MappingProxyType
 
 import msgspec
@@ -54,10 +55,30 @@ LESS_THAN: tuple[tuple[str, str, str], ...] = (
 )
 """(smaller, larger, why). A limit that is off takes part in no rule."""
 
+SAVE, LOCAL = "save", "non_persistent_local_ckpt_dir"
+TIERS = (SAVE, LOCAL)
+NEEDS: tuple[tuple[str, tuple[str, ...], str], ...] = (
+    ("save_interval", (SAVE,), "without a folder nothing is saved there"),
+    ("most_recent_k", (SAVE,), "without a folder nothing is kept there"),
+    ("ckpt_step", TIERS, "a checkpoint is looked for where checkpoints are saved"),
+    ("async_save", TIERS, "without a folder nothing is saved"),
+    ("on_busy", TIERS, "without a folder nothing is saved"),
+    ("save_timeout", TIERS, "without a folder nothing is saved"),
+    ("non_persistent_save_interval", (LOCAL,), "without a folder nothing is saved there"),
+    ("non_persistent_local_ckpt_algo", (LOCAL,), "it says what is kept in that folder"),
+    ("replication", (LOCAL,), "what is copied to other nodes is what a node keeps in that folder"),
+)
+"""(knob, folders of which it needs one, why). Only of knobs that are asked for: a default needs nothing."""
+
 
 def violations(settings: Settings, sources: Mapping[str, str] = NOWHERE) -> list[Violation]:
     """Everything that contradicts something else in `settings`; `sources` says where each knob's value is from."""
-    found = [*order_violations(settings), *world_violations(settings)]
+    found = [
+        *order_violations(settings),
+        *world_violations(settings),
+        *tier_violations(settings, sources),
+        *interval_violations(settings),
+    ]
     return [cite(violation, settings, sources) for violation in found]
 
 
@@ -111,6 +132,46 @@ def world_violations(settings: Settings) -> list[Violation]:
             )
         )
     return found
+
+
+def tier_violations(settings: Settings, sources: Mapping[str, str]) -> list[Violation]:
+    """What asks for something that the folders which are given cannot do."""
+    found: list[Violation] = []
+    for name, folders, why in NEEDS:
+        if asked(name, settings, sources) and all(getattr(settings, folder) is None for folder in folders):
+            needed = " or ".join(folders)
+            fix = f"name a folder with {needed}, or leave out {name}"
+            found.append(Violation((name, *folders), f"{name} needs {needed}: {why}", fix))
+    if not settings.async_save and asked("on_busy", settings, sources):
+        rule = "on_busy needs async_save: a save that training waits for is over before the next one begins"
+        found.append(Violation(("on_busy", "async_save"), rule, "leave out on_busy, or set async_save to true"))
+    if settings.save is not None and settings.non_persistent_local_ckpt_dir is not None:
+        save, local = PurePosixPath(settings.save), PurePosixPath(settings.non_persistent_local_ckpt_dir)
+        if save.is_relative_to(local):
+            rule = f"save is not in {LOCAL}: one is seen by all nodes, the other is each node's own"
+            found.append(Violation(TIERS, rule, f"name another folder for {LOCAL}, on a disk of the node"))
+    return found
+
+
+def interval_violations(settings: Settings) -> list[Violation]:
+    """Rules of how often is saved where."""
+    every, durable = settings.non_persistent_save_interval, settings.save_interval
+    found: list[Violation] = []
+    if settings.non_persistent_local_ckpt_dir is not None and every is None:
+        knobs = (LOCAL, "non_persistent_save_interval")
+        rule = f"{LOCAL} needs non_persistent_save_interval: without it nothing is saved there"
+        found.append(Violation(knobs, rule, f"set non_persistent_save_interval, or leave out {LOCAL}"))
+    if every is not None and durable is not None and every >= durable:
+        rule = "non_persistent_save_interval < save_interval: a node's own checkpoints are the more frequent ones"
+        fix = f"lower non_persistent_save_interval below {durable}, or raise save_interval above {every}"
+        found.append(Violation(("non_persistent_save_interval", "save_interval"), rule, fix))
+    return found
+
+
+def asked(name: str, settings: Settings, sources: Mapping[str, str]) -> bool:
+    """Whether somebody wants what this knob does: it is not its default, or it was given and is not off."""
+    value = getattr(settings, name)
+    return bool(value != getattr(Settings(), name) or (name in sources and value))
 
 
 def cite(violation: Violation, settings: Settings, sources: Mapping[str, str]) -> Violation:

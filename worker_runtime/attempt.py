@@ -13,10 +13,11 @@ from typing import Any
 
 from ..protocol.faults import Fault, FaultKind
 from ..protocol.names import NO_ROUND
-from ..protocol.rank_messages import Enter, Entered, Leaving, Raised, Ready
+from ..protocol.rank_messages import Enter, Entered, Facts, Leaving, Raised, Ready
 from . import beats
 from .abort import Hook, RoundAbort
 from .beats import W_STEP, BeatPage
+from .checkpoints import Checkpoints
 from .evidence import Witness, exit_status, forget
 from .gloo import Connections
 from .health import HealthChecks, Unfit, destroy_groups, run_finalize
@@ -41,6 +42,7 @@ class Surroundings:
 
     def __init__(self, link: Link, page: BeatPage, witness: Witness, torch: TorchHooks, hooks: Hooks) -> None:
         self.link = link
+        self.checkpoints = Checkpoints(os.environ, lambda fact: link.send(Facts((fact,))), link.note)
         self.page = page
         self.witness = witness
         self.torch = torch
@@ -72,12 +74,14 @@ class Attempt:
         try:
             self._prepare(port)
             round = self._round()
+            self._around.checkpoints.begin(self.enter, round)
             self._around.link.send(Entered(flight.index))
             entered = True
             try:
                 flight.inside = flight.wanted is None
                 if flight.inside:
                     self.value = run(round)
+                    self._around.checkpoints.finish(round)
                     self.returned = True
             finally:
                 flight.inside = False
@@ -117,6 +121,8 @@ class Attempt:
             world_size=enter.world_size,
             local_rank=enter.local_rank,
             local_world_size=enter.local_world_size,
+            resume=enter.resume,
+            checkpoints=self._around.checkpoints,
         )
 
     @property

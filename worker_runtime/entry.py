@@ -17,6 +17,7 @@ from ..protocol.rank_messages import Enter, Finish, Leaving, Ready, Returned
 from . import beats
 from .abort import Hook
 from .attempt import Attempt, Hooks, Surroundings, first_ready, is_unfit
+from .checkpoints import Checkpoints
 from .evidence import Witness
 from .health import HealthChecks, await_released
 from .interrupt import Flight
@@ -62,14 +63,18 @@ def resilient(
         if threading.current_thread() is not threading.main_thread():
             refuse_thread()
         run = functools.partial(_call, function, args, kwargs)
-        try:
-            supervised = supervision()
-        except NotSupervised as error:
-            say(f"not supervised, runs once and is not restarted: {error}")
-            return run(_lone_round())
-        return _Session(supervised, hooks).serve(run)
+        supervised = _supervised()
+        return run(_lone_round()) if supervised is None else _Session(supervised, hooks).serve(run)
 
     return call
+
+
+def _supervised() -> Supervision | None:
+    try:
+        return supervision()
+    except NotSupervised as error:
+        say(f"not supervised, runs once and is not restarted: {error}")
+        return None
 
 
 def _call(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], round: Round) -> Any:
@@ -95,6 +100,7 @@ def _lone_round() -> Round:
         world_size=world_size,
         local_rank=int(os.environ.get("LOCAL_RANK", rank)),
         local_world_size=int(os.environ.get("LOCAL_WORLD_SIZE", world_size)),
+        checkpoints=Checkpoints({}, lambda fact: None, lambda level, text: say(text)),
     )
 
 
@@ -126,6 +132,7 @@ class _Session:
             finally:
                 if os.getpid() == around.pid:
                     self._close_port()
+                    around.checkpoints.close()
                     link.close()
                     await_released()
                 around.torch.remove()

@@ -8,10 +8,15 @@ from contextlib import contextmanager
 from operator import index
 from threading import get_ident, main_thread
 from time import monotonic_ns
-from typing import SupportsIndex
+from typing import TYPE_CHECKING, SupportsIndex
 
+from ..protocol.checkpoints import Resume
 from .beats import SECTIONS, SECTIONS_RECORDED, STEP_MAX, W_DEPTH, W_PAUSE_UNTIL, W_PING, W_SECTIONS, W_STEP
+from .checkpoints import Checkpoints
 from .interrupt import Flight
+
+if TYPE_CHECKING:
+    from ..checkpoint_io.checkpointer import Checkpointer
 
 WAIT_LIMIT_S = 86_400.0
 """Longer than any wait for the step of a stop."""
@@ -61,11 +66,12 @@ class Round:
     """One round, as seen by one of its ranks.
 
     index counts rounds from 0. rank, world_size, local_rank and local_world_size hold for this round only.
-    resume: from where to resume, None if nobody knows.
+    resume: the save from which all ranks resume (`resume.step`), chosen by the controller; None if there is none.
     """
 
     __slots__ = (
         "_atomic",
+        "_checkpoints",
         "_flight",
         "_sections",
         "_stop",
@@ -87,13 +93,16 @@ class Round:
         world_size: int,
         local_rank: int,
         local_world_size: int,
+        checkpoints: Checkpoints,
+        resume: Resume | None = None,
     ) -> None:
         self.index = flight.index
         self.rank = rank
         self.world_size = world_size
         self.local_rank = local_rank
         self.local_world_size = local_world_size
-        self.resume: None = None
+        self.resume = resume
+        self._checkpoints = checkpoints
         self._flight = flight
         self._words = words
         self._sections = {name: Section(words, number) for number, name in enumerate(SECTIONS, 1)}
@@ -145,6 +154,11 @@ class Round:
                 # Time in the pause does not count: judging by progress starts anew.
                 words[W_PING] = monotonic_ns()
             words[W_PAUSE_UNTIL] = before
+
+    @property
+    def checkpointer(self) -> "Checkpointer":
+        """Saves and restores this rank's state: `save`, `restore`, `due`. The same object in all rounds."""
+        return self._checkpoints.get(self)
 
     def should_stop(self, step: SupportsIndex) -> bool:
         """Whether all ranks are to leave after `step`, which is True for the same step on all of them.

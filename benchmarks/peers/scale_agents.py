@@ -149,6 +149,8 @@ class Agent:
 class Crowd:
     """All agents of this process, and what they have in common."""
 
+    agent_type = Agent
+
     def __init__(self, options: argparse.Namespace, events: Events) -> None:
         self.options, self.events = options, events
         self.agents: list[Agent] = []
@@ -172,7 +174,7 @@ class Crowd:
     ) -> None:
         wire = AgentSocket(keys, heartbeat_timeout_s=HEARTBEAT_TIMEOUT_S, context=context)
         async with wire.running():
-            agent = Agent(number, self.options.ranks_per_agent, self.options.expected, endpoint, wire)
+            agent = self.agent_type(number, self.options.ranks_per_agent, self.options.expected, endpoint, wire)
             self.agents.append(agent)
             await wire.connect(endpoint.address)
             task_status.started()
@@ -200,14 +202,17 @@ class Crowd:
             for command in line.decode().split():
                 if command == "end":
                     return
-                if command == "calm":
-                    self.beat_interval_s = CALM_S
-                    continue
-                self.events.emit("fault", round=self.agents[0].directive.round)
-                self.agents[0].fail()
+                self.obey(command)
+
+    def obey(self, command: str) -> None:
+        if command == "calm":
+            self.beat_interval_s = CALM_S
+            return
+        self.events.emit("fault", round=self.agents[0].directive.round)
+        self.agents[0].fail()
 
 
-def main() -> None:
+def main(crowd: type[Crowd] = Crowd) -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--events", type=Path, required=True)
     parser.add_argument("--run-dir", type=Path, required=True)
@@ -217,7 +222,7 @@ def main() -> None:
     parser.add_argument("--ranks-per-agent", type=int, required=True)
     parser.add_argument("--beat-interval", type=float, required=True)
     options = parser.parse_args()
-    trio.run(Crowd(options, Events(options.events)).run)
+    trio.run(crowd(options, Events(options.events)).run)
 
 
 if __name__ == "__main__":

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from ...protocol.checkpoints import NO_ORDERS
 from ...protocol.messages import Directive, Kill, Phase, Seat, Stage
 from ...protocol.names import NO_ROUND, AgentName
 from .commands import Direct
 from .roster import AgentRecord
-from .rounds import JobPhase
+from .rounds import JobPhase, Round
 
 if TYPE_CHECKING:
     from .job import Job
@@ -29,6 +30,10 @@ _PHASES: dict[JobPhase, Phase] = {
 }
 
 
+Seating = tuple[dict[AgentName, tuple[Seat, ...]], dict[str, int]]
+NOBODY_SITS: Seating = ({}, {})
+
+
 class Directives:
     """Remembers what each agent was last told."""
 
@@ -36,6 +41,7 @@ class Directives:
         self._job = job
         self._sent: dict[AgentName, Directive] = {}
         self._dirty: dict[AgentName, AgentRecord] = {}
+        self._seated: tuple[Round | None, Seating] = (None, NOBODY_SITS)
 
     def dirty(self, agent: AgentRecord) -> None:
         self._dirty[agent.name] = agent
@@ -58,16 +64,12 @@ class Directives:
         if not self._dirty:
             return []
         shared = self._shared()
-        seats = self._seats_by_agent() if shared.phase is Phase.RUN else {}
-        per_node: dict[str, int] = {}
-        for name, own in seats.items():
-            node = self._job.roster.agents[name].node
-            per_node[node] = per_node.get(node, 0) + len(own)
+        seats, per_node = self._seating() if shared.phase is Phase.RUN else NOBODY_SITS
         out: list[Direct] = []
         for name, agent in self._dirty.items():
             if not agent.attached or self._job.roster.agents.get(name) is not agent:
                 continue
-            directive = self._for_agent(agent, shared, seats.get(name, []), per_node.get(agent.node, 0))
+            directive = self._for_agent(agent, shared, seats.get(name, ()), per_node.get(agent.node, 0))
             if self._sent.get(name) != directive:
                 self._sent[name] = directive
                 out.append(Direct(name, directive))
@@ -79,7 +81,7 @@ class Directives:
         phase = _PHASES[job.phase]
         if job.round is None:
             phase = Phase.HOLD if phase is not Phase.END else phase
-            return Directive(NO_ROUND, phase, cause=job.reason, code=job.code, completed=job.completed)
+            return Directive(NO_ROUND, phase, cause=job.reason, code=job.code, completed=job.completed, epoch=job.epoch)
         round = job.round
         cause = next((f.fault.message for f in round.findings.values()), "") if phase is Phase.ABORT else job.reason
         first = round.seats[0]
@@ -94,26 +96,39 @@ class Directives:
             completed=job.completed,
             hold=job.stopping.request is not None and phase is not Phase.END,
             stop_step=job.stopping.step,
+            epoch=job.epoch,
         )
 
-    def _seats_by_agent(self) -> dict[AgentName, list[Seat]]:
+    def _seating(self) -> Seating:
+        """Each agent's seats of the present round, and how many there are on each node. They do not change in it, while
+        its agents' other orders do, thousands of times where ten thousand ranks save.
+        """
         round = self._job.round
         assert round is not None
-        seats: dict[AgentName, list[Seat]] = {}
-        for rank, record in round.seats.items():
-            seats.setdefault(record.agent.name, []).append(Seat(record.slot, round.lives[rank], rank))
-        return seats
+        if self._seated[0] is not round:
+            seats: dict[AgentName, tuple[Seat, ...]] = {}
+            per_node: dict[str, int] = {}
+            for rank, record in round.seats.items():
+                agent = record.agent
+                seats[agent.name] = (*seats.get(agent.name, ()), Seat(record.slot, round.lives[rank], rank))
+                per_node[agent.node] = per_node.get(agent.node, 0) + 1
+            self._seated = (round, (seats, per_node))
+        return self._seated[1]
 
-    def _for_agent(self, agent: AgentRecord, shared: Directive, seats: list[Seat], on_node: int) -> Directive:
+    def _for_agent(self, agent: AgentRecord, shared: Directive, seats: tuple[Seat, ...], on_node: int) -> Directive:
         kill = tuple(
             Kill(r.slot, r.state.life, r.condemned)
             for r in agent.slots.values()
             if r.condemned and r.state.stage is not Stage.GONE
         )
         lives = {r.slot: r.wanted for r in agent.slots.values() if r.wanted > r.state.life}
-        if not seats and not kill and not lives:
+        depot = self._job.commits.orders.of(agent)
+        if not seats and not kill and not lives and depot is NO_ORDERS:
             return shared
+        round = self._job.round
+        resume = round.choice.for_node(agent.node) if seats and round is not None and round.choice is not None else None
         return Directive(
-            shared.round, shared.phase, tuple(seats), shared.world_size, on_node, shared.master_addr,
+            shared.round, shared.phase, seats, shared.world_size, on_node, shared.master_addr,
             shared.master_port, kill, lives, shared.cause, shared.code, shared.completed, shared.hold, shared.stop_step,
+            shared.epoch, resume, depot,
         )  # fmt: skip

@@ -2,6 +2,8 @@
 
 import msgspec
 
+from ...protocol import messages
+from ...protocol.checkpoints import Fact
 from ...protocol.messages import Hello, SlotState
 from ...protocol.names import AgentName
 from ...protocol.settings import Settings
@@ -59,11 +61,26 @@ class StopAsked(msgspec.Struct, frozen=True, tag="stop_asked"):
     agent: str = ""
 
 
+class Saved(msgspec.Struct, frozen=True, tag="saved"):
+    """An agent tells what became of checkpoints."""
+
+    agent: AgentName
+    facts: tuple[Fact, ...]
+
+
+class Stocked(msgspec.Struct, frozen=True, tag="stocked"):
+    """An agent's depot has started: which checkpoints it found, and where it can be read from; empty if nowhere."""
+
+    agent: AgentName
+    address: str
+    facts: tuple[Fact, ...]
+
+
 class Tick(msgspec.Struct, frozen=True, tag="tick"):
     """A deadline that `Job.deadline` named has come."""
 
 
-Event = Opened | Attached | Reported | LinkLost | Silent | StopAsked | Tick
+Event = Opened | Attached | Reported | LinkLost | Silent | StopAsked | Saved | Stocked | Tick
 
 
 class Entry(msgspec.Struct, frozen=True, array_like=True):
@@ -71,3 +88,18 @@ class Entry(msgspec.Struct, frozen=True, array_like=True):
 
     now: float
     event: Event
+
+
+def event_of(agent: AgentName, message: messages.FromAgent) -> Event | None:
+    """What a message of an agent that the job has accepted is to the core; None: nothing."""
+    match message:
+        case messages.Report():
+            return Reported(agent, message.slots)
+        case messages.StopRequest():
+            return StopAsked(message.code, message.reason, agent)
+        case messages.Saved():
+            return Saved(agent, message.facts)
+        case messages.Stock():
+            return Stocked(agent, message.address, message.facts)
+        case _:
+            return None

@@ -160,7 +160,7 @@ class Evidence:
             return
         self._tell_fault(record, fault, rank)
         if fault.peer_error:
-            job.hurry_links()
+            job.links.hurry()
         if job.phase in (JobPhase.RUNNING, JobPhase.COMPLETING):
             job.abort()
 
@@ -186,6 +186,8 @@ class Evidence:
         job = self._job
         agent.lost = True
         agent.attached = False
+        job.depots.changed()
+        job.commits.lost(agent)
         if job.round is not None:
             job.round.lost_agents.append(agent)
         job.timers.pop(f"link:{agent.name}", None)

@@ -16,29 +16,25 @@ from collections.abc import Callable
 
 from ...protocol.faults import FaultKind
 from ...protocol.messages import PROTOCOL_VERSION, Stage
-from ...protocol.names import AgentName
 from ...protocol.settings import Settings
 from . import wording
 from .budget import Budget
 from .commands import Accept, Command, Finished, Refuse, Tell
+from .commits import Commits
+from .depots import Depots
 from .directives import Directives
-from .events import Attached, Event, LinkLost, Opened, Reported, Silent, StopAsked, Tick
+from .events import Attached, Event, LinkLost, Opened, Reported, Saved, Silent, Stocked, StopAsked, Tick
 from .evidence import Evidence
+from .links import ATTACH, LINK, Links
 from .planning import Planning
-from .roster import AgentRecord, Roster, SlotRecord, Watch
+from .roster import Roster, SlotRecord, Watch
 from .rounds import JobPhase, Round, check_transition
 from .stopping import Stopping
+from .strikes import Strikes
 from .verdict import close_round
-
-LINK_GRACE_WITH_PEER_ERRORS_S = 0.25
-"""How long a lost connection may take to come back when ranks elsewhere already see broken connections."""
 
 STOP_GRACE_S = 10.0
 """How long agents may take to end their ranks, beyond `termination_grace_time`."""
-
-# Timers of agents; they outlast phases, as that of a stop does. Every other one belongs to a phase.
-ATTACH = "attach"
-LINK = "link:"
 
 
 class Job:
@@ -48,6 +44,8 @@ class Job:
         self.settings = Settings()
         self.phase = JobPhase.FORMING
         self.incarnation = 0
+        self.epoch = 0
+        """Which journal this is: its first controller's wall time. Tells rounds of this job from those of others."""
         self.expected = 0
         self.roster = Roster()
         self.round: Round | None = None
@@ -62,6 +60,10 @@ class Job:
         self.now = 0.0
         self.commands: list[Command] = []
         self.directives = Directives(self)
+        self.depots = Depots(self.roster)
+        self.commits = Commits(self)
+        self.strikes = Strikes(self)
+        self.links = Links(self)
         self.gathered: set[SlotRecord] = set()
         """Slots that have come to the gate of a further function; some may have left it again."""
         self._busy = Watch(self.roster, lambda r: r.state.stage is not Stage.GONE and not r.agent.lost)
@@ -72,10 +74,12 @@ class Job:
             Opened: self._opened,
             Attached: self._attached,
             Reported: self._reported,
-            LinkLost: self._link_lost,
-            Silent: self._silent,
+            LinkLost: self.links.lost,
+            Silent: self.links.silent,
+            Saved: self.commits.saved,
+            Stocked: self.commits.stocked,
             StopAsked: self.stopping.asked,
-            Tick: self._tick,
+            Tick: self.links.tick,
         }
         self._rules: dict[JobPhase, Callable[[], bool]] = {
             JobPhase.FORMING: self.planning.form,
@@ -158,12 +162,14 @@ class Job:
         self.expected = event.expected or self.expected
         self.timers.clear()
         if first:
+            self.epoch = int(event.wall)
             self.arm("forming", self.settings.forming_timeout)
             return
         if self.phase is JobPhase.ENDED:
             self.commands.append(Finished(self.code, self.reason))  # its predecessor may have died before it was said
         for agent in self.roster.agents.values():
             agent.attached = False
+        self.depots.changed()
         if self.round is not None:
             self.round.interrupted_by_restart = True
         self.directives.forget()
@@ -181,7 +187,7 @@ class Job:
         # Agents that have ended their ranks do not come back.
         ending = self.phase in (JobPhase.STOPPING, JobPhase.ENDED)
         if not ending and any(not a.lost for a in self.roster.agents.values()):
-            self._await_agents()
+            self.links.await_agents()
         if self.phase is JobPhase.RUNNING and self._present_round().times.entered is None:
             self.arm("entry", settings.barrier_timeout)
         per_phase = {
@@ -212,6 +218,8 @@ class Job:
             self.commands.append(Refuse(hello.agent, why))
             return
         agent, replaced = self.roster.admit(hello)
+        self.depots.changed()
+        self.commits.attached(agent, anew=known is not agent)
         for record in replaced:
             self.evidence.lose(record, FaultKind.AGENT_LOST, f"agent {agent.name} was replaced by another process")
         self.timers.pop(LINK + agent.name, None)
@@ -231,74 +239,6 @@ class Job:
             return
         for state in event.slots:
             self.evidence.apply(agent, state)
-
-    def _link_lost(self, event: LinkLost) -> None:
-        agent = self.roster.agents.get(event.agent)
-        if agent is None or agent.lost or not agent.attached:
-            return
-        agent.attached = False
-        if self.phase in (JobPhase.STOPPING, JobPhase.ENDED) and not agent.busy:
-            return  # it has ended its ranks and left, as it should
-        if event.dead:
-            self.evidence.lose_agent(agent, f"its process {agent.process.pid} is dead")
-            return
-        grace = self.settings.last_call_wait
-        if self.round and any(finding.fault.peer_error for finding in self.round.findings.values()):
-            grace = min(grace, LINK_GRACE_WITH_PEER_ERRORS_S)
-        self.timers[LINK + agent.name] = self.now + grace
-        self.tell(
-            "link",
-            f"connection to agent {agent.name} closed; it has {grace:g} s to come back",
-            host=agent.host,
-            level="warning",
-        )
-
-    def hurry_links(self) -> None:
-        """Ranks see broken connections: a lost connection to an agent is hardly a hiccup of the network."""
-        soon = self.now + LINK_GRACE_WITH_PEER_ERRORS_S
-        for name, at in self.timers.items():
-            if name.startswith(LINK):
-                self.timers[name] = min(at, soon)
-
-    def _silent(self, event: Silent) -> None:
-        agent = self.roster.agents.get(event.agent)
-        if agent is not None and not agent.lost:
-            limit = self.settings.heartbeat_timeout
-            self._give_up_agent(agent, f"not heard from for {event.age_s:.1f} s (heartbeat_timeout={limit:g})")
-
-    def _tick(self, event: Tick) -> None:
-        links = [timer for timer in self.timers if timer.startswith(LINK)]
-        for name in [timer.removeprefix(LINK) for timer in links if self.due(timer)]:
-            agent = self.roster.agents[AgentName(name)]
-            self._give_up_agent(agent, "its connection closed and did not come back")
-        if self.due(ATTACH):
-            why = f"did not come back to the controller within {self.settings.heartbeat_timeout:g} s"
-            for agent in self.roster.agents.values():
-                if not agent.attached and not agent.lost:
-                    self.evidence.lose_agent(agent, why)
-
-    def _give_up_agent(self, agent: AgentRecord, why: str) -> None:
-        """An agent is out of reach: so are its ranks, unless it is this controller that nobody can reach."""
-        alone = not any(other.attached for other in self.roster.agents.values() if other is not agent)
-        if not alone or self.phase in (JobPhase.STOPPING, JobPhase.ENDED):
-            self.evidence.lose_agent(agent, why)
-            return
-        agent.attached = False
-        self.timers.pop(LINK + agent.name, None)
-        if self.recovering:
-            return
-        for other in self.round.lost_agents if self.round else []:
-            if self.roster.agents.get(other.name) is other:
-                other.lost = False  # it went moments before, for the same reason
-        self._await_agents()
-        text = f"no agent can be heard, lastly {agent.name}: {why}. Either all are gone or this controller is cut off"
-        self.tell("isolated", f"{text}: waiting {self.settings.heartbeat_timeout:g} s for them", level="error")
-
-    def _await_agents(self) -> None:
-        """Until every agent is back, or its time has passed, nothing is planned and no timer fires."""
-        until = self.timers[ATTACH] = self.now + self.settings.heartbeat_timeout
-        for timer in self.timers:
-            self.timers[timer] = max(self.timers[timer], until)
 
     # ---- the rules of the phases ------------------------------------------------------------------------------
 
@@ -363,11 +303,13 @@ class Job:
         return True
 
     def _while_stopping(self) -> bool:
-        if self._busy.any():
+        busy = self._busy.any()
+        if busy or self.commits.orders.publishing:
             if not self.due("stop"):
                 return False
             late = wording.listing(a.name for a in self.roster.agents.values() if a.busy)
-            self.tell("stop_late", f"agents did not end their ranks in time: {late}", level="error")
+            late = f"end their ranks in time: {late}" if busy else "publish all checkpoints in time"
+            self.tell("stop_late", f"agents did not {late}", level="error")
         self.timers.clear()
         self.move(JobPhase.ENDED)
         self.commands.append(Finished(self.code, self.reason))

@@ -9,13 +9,18 @@ from ...protocol.faults import Fault, FaultKind
 from ...protocol.messages import Stage
 from . import wording
 from .budget import is_hopeless, round_allowed
+from .choice import Choice
+from .commits import STOCK_TIMEOUT_S
 from .placement import Candidate, CannotPlace, place, world_size
+from .resume_choice import NoCheckpoint, choose
 from .roster import SlotRecord, Watch
 from .rounds import JobPhase, Round, Times
 from .verdict import count_late_faults, tell_story
 
 if TYPE_CHECKING:
     from .job import Job
+
+_STOCK, _PUBLISH = "stock", "publish"
 
 START_FAILURES_LIMIT = 2
 """Processes in a row that may die in a slot before they reach the gate; then the slot stays empty."""
@@ -49,7 +54,7 @@ class Planning:
         if left:
             why = "some ranks wait in the resilient function, but these exited with code 0 without calling it"
             return job.end(ExitCode.FAILED, f"{why}: {wording.missing(left)}")
-        return self._formed()
+        return self._stocked() and self._formed()
 
     def _formed_late(self, missing_agents: int) -> bool:
         """`forming_timeout` has passed: start with those who are there, if they are enough."""
@@ -71,7 +76,23 @@ class Planning:
         job.tell("forming_late", f"starting with {ready} ranks; {text}", level="warning")
         return self._formed()
 
+    def _stocked(self) -> bool:
+        """Whether all agents have said which checkpoints they have found, or have had their time for it."""
+        job = self._job
+        missing = job.commits.stock_missing
+        if not missing:
+            return True
+        if _STOCK not in job.timers:
+            job.arm(_STOCK, STOCK_TIMEOUT_S)
+        if not job.due(_STOCK):
+            return False
+        who = wording.listing(agent.name for agent in missing)
+        text = f"starting without the checkpoints of {who}: not told within {STOCK_TIMEOUT_S:g} s what is there"
+        job.tell("stock_late", text, level="warning")
+        return True
+
     def _formed(self) -> bool:
+        self._job.timers.pop(_STOCK, None)
         self._job.timers.pop("forming", None)
         self._job.arm("respawn", 0.0)
         self._job.move(JobPhase.PLANNING)
@@ -90,6 +111,9 @@ class Planning:
         job = self._job
         stops = job.stopping.request is not None
         if not self._present.any():
+            if job.commits.orders.publishing and not self._published_late():
+                return False
+            job.timers.pop(_PUBLISH, None)
             if stops:
                 return job.stopping.end()
             if job.code:
@@ -112,6 +136,19 @@ class Planning:
         rest = [r for r in job.roster.slots() if r.alive and not r.waits_for(job.completed)]
         why = "some ranks called another resilient function, these did not"
         return job.end(ExitCode.NOT_FORMED, f"{why}: {wording.missing(rest)}")
+
+    def _published_late(self) -> bool:
+        """Whether the last checkpoints have had their time to be published."""
+        job = self._job
+        limit = job.settings.save_timeout
+        if _PUBLISH not in job.timers:
+            job.arm(_PUBLISH, limit)
+        if not job.due(_PUBLISH):
+            return False
+        steps = wording.listing(sorted(save.step for save in job.commits.orders.publications))
+        text = f"complete, but not published within {limit:g} s (save_timeout): steps {steps}"
+        job.tell("publish_late", text, level="error")
+        return True
 
     # ---- PLANNING ---------------------------------------------------------------------------------------------
 
@@ -151,8 +188,19 @@ class Planning:
             size = world_size(len(candidates), target, settings.min_world_size, settings.world_size_multiple_of)
         except CannotPlace as error:
             return job.end(ExitCode.WORLD_TOO_SMALL, f"{error}; {self._why_so_few()}")
-        self._open_round(index, place(candidates, self._previous(), size))
+        try:
+            choice = self._choose(first=index == 0)
+        except NoCheckpoint as error:
+            return job.end(error.code, str(error))
+        self._open_round(index, place(candidates, self._previous(), size), choice)
         return True
+
+    def _choose(self, *, first: bool) -> Choice | None:
+        job = self._job
+        choice = choose(job.commits.records.values(), job.depots, job.settings, first=first, epoch=job.epoch)
+        if choice is None and job.commits.wanted and first:
+            job.tell("begins_anew", "no complete checkpoint was found: the training begins anew")
+        return choice
 
     def _more_to_come(self) -> bool:
         """Whether processes are on their way to the gate."""
@@ -160,7 +208,7 @@ class Planning:
         respawn = job.settings.respawn
         return any(r.coming or r.lags(job.completed) or (r.dying and respawn) for r in job.roster.slots())
 
-    def _open_round(self, index: int, seats: dict[int, SlotRecord]) -> None:
+    def _open_round(self, index: int, seats: dict[int, SlotRecord], choice: Choice | None) -> None:
         job = self._job
         job.round = Round(
             index=index,
@@ -168,7 +216,9 @@ class Planning:
             lives={rank: record.state.life for rank, record in seats.items()},
             times=Times(planned=job.now),
             master_port=seats[0].state.port,
+            choice=choice,
         )
+        job.commits.round_planned()
         job.arm("entry", job.settings.barrier_timeout)
         job.move(JobPhase.RUNNING)
 
@@ -247,11 +297,21 @@ class Planning:
         assert round is not None
         reserves = sum(1 for r in job.roster.slots() if r.at_gate and round.seat_of(r) is None)
         if job.closed is None:
+            said = filter(
+                None, (f"round {round.index} runs with {round.size} ranks and {reserves} reserves", self.resumes(round))
+            )
             job.tell(
                 "running",
-                f"round {round.index} runs with {round.size} ranks and {reserves} reserves",
+                "; ".join(said),
                 world_size=round.size,
+                resume_step=round.choice.resume.step if round.choice else None,
             )
             return
         tell_story(job, job.closed, round, reserves)
         job.closed = None
+
+    def resumes(self, round: Round) -> str:
+        """What a round resumes from, in a few words; empty for a job without checkpoints, or if it was just said."""
+        if round.choice is not None:
+            return round.choice.text
+        return "no checkpoint to resume from" if self._job.commits.wanted and round.index else ""

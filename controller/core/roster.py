@@ -12,11 +12,12 @@ from ...protocol.names import AgentName, ProcessId, Slot
 
 
 class AgentRecord:
-    """One agent process."""
+    """One agent process. depot: where its node's shards can be read; None until it has taken stock of them."""
 
     __slots__ = (
         "address",
         "attached",
+        "depot",
         "expected",
         "group",
         "host",
@@ -39,6 +40,7 @@ class AgentRecord:
         self.process: ProcessId = hello.process
         self.attached = True
         self.lost = False
+        self.depot: str | None = None
         self.slots: dict[Slot, SlotRecord] = {}
 
     @property

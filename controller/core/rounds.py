@@ -9,6 +9,7 @@ from enum import Enum
 
 from ...protocol.faults import Fault
 from .blame import Finding, is_bare_death
+from .choice import Choice
 from .roster import AgentRecord, SlotRecord
 
 
@@ -67,6 +68,10 @@ class Round:
     lives: dict[int, int]
     times: Times
     master_port: int = 0
+    choice: Choice | None = None
+    """What it resumes from; None: it begins anew."""
+    saved_step: int = -1
+    """The furthest step of which a save of this round is complete, on any tier."""
     rank_of: dict[SlotRecord, int] = field(default_factory=dict[SlotRecord, int])
     findings: dict[tuple[str, int], Finding] = field(default_factory=dict[tuple[str, int], Finding])
     late: dict[int, str] = field(default_factory=dict[int, str])

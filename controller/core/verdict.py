@@ -26,6 +26,9 @@ def close_round(job: Job, round: Round) -> bool:
         return job.end(ExitCode.FAILED, f"{text}; not retried, since it would fail again:\n{cause.detail}")
     if spent:
         return job.end(ExitCode.BUDGET_SPENT, f"{spent}; last: {text}")
+    if job.strikes.judge(round, cause):
+        job.budget.forgive()  # it will be another checkpoint
+        return False
     if job.budget.loops():
         return _break_loop(job, verdict)
     return False
@@ -70,7 +73,8 @@ def tell_story(job: Job, old: Round, new: Round, reserves: int) -> None:
     cause = verdict.cause
     phases = phase_times(old, new)
     parts = blamed(old, verdict)
-    parts += filter(None, (wording.moves(old, new), world(old, new, reserves), spending(job, new.index)))
+    parts += filter(None, (wording.moves(old, new), world(old, new, reserves), job.planning.resumes(new)))
+    parts += filter(None, (spending(job, new.index),))
     parts.append(timing(phases))
     job.tell(
         "recovered",
@@ -82,6 +86,7 @@ def tell_story(job: Job, old: Round, new: Round, reserves: int) -> None:
         reserves=reserves,
         faults=job.budget.rank_faults,
         phases=phases,
+        resume_step=new.choice.resume.step if new.choice else None,
     )
 
 

@@ -179,5 +179,16 @@ def milliseconds(start: float | None, end: float | None) -> float | None:
     return round(max(end - start, 0.0) * 1e3, 1)
 
 
+def size(nbytes: int) -> str:
+    """`1.2 GB`: three digits at most, in powers of 1,000."""
+    if nbytes < 1000:
+        return f"{nbytes} B"
+    amount, units = nbytes / 1000, iter(("kB", "MB", "GB", "TB"))
+    unit = next(units)
+    while amount >= 999.5 and unit != "TB":
+        amount, unit = amount / 1000, next(units)
+    return f"{amount:.{0 if amount >= 99.95 else 1}f} {unit}"
+
+
 def missing(records: Iterable[SlotRecord]) -> str:
     return listing(f"{record.slot} ({record.state.stage.value})" for record in records)

@@ -10,11 +10,13 @@ import pytest
 import trio
 
 from perdure.controller.run_directory import RunDirectory
+from perdure.protocol.checkpoints import Fact, SaveId, Tier, What
 from perdure.protocol.codec import decode_from_agent, encode_body, pack, unpack
 from perdure.protocol.controller_socket import ControllerSocket
 from perdure.protocol.endpoint import Endpoint
 from perdure.protocol.keys import JobKeys, create_keys
-from perdure.protocol.messages import PROTOCOL_VERSION, Hello, SlotState, Welcome
+from perdure.protocol.link import ReceiveWindow
+from perdure.protocol.messages import PROTOCOL_VERSION, Hello, Saved, SlotState, Welcome
 from perdure.protocol.names import AgentName, this_process
 from perdure.protocol.settings import Settings
 from perdure.protocol.wire import Disconnected, Received
@@ -36,6 +38,8 @@ class Heard:
         self.complaints: list[str] = []
         self.refusals: list[str] = []
         self.ends: list[tuple[int, str]] = []
+        self.at_hello: list[Callable[[], None]] = []
+        """What the agent does while it introduces itself, each once."""
         self._bell = trio.Event()
 
     def link(self, folder: Path, environ: dict[str, str]) -> Link:
@@ -44,6 +48,8 @@ class Heard:
             self._bell.set()
 
         def hello(address: str, pending: tuple[SlotState, ...]) -> Hello:
+            while self.at_hello:
+                self.at_hello.pop()()
             return Hello(PROTOCOL_VERSION, AgentName("n0"), "n0", "h", address, 0, 1, this_process(), 0, (), pending)
 
         handlers = Handlers(
@@ -222,3 +228,58 @@ def test_whose_verdict_it_is(tmp_path: Path) -> None:
     directory.verdict.unlink()
     assert Ending(tmp_path).look() is None
     assert not list(tmp_path.glob(".agent-*"))
+
+
+async def record(
+    folder: Path,
+    keys: JobKeys,
+    number: int,
+    told: list[int],
+    task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED,
+) -> None:
+    """A controller that acknowledges nothing; the steps of which it is told, in order of their numbers, each once."""
+    wire = ControllerSocket(keys, host="127.0.0.1", heartbeat_timeout_s=5.0, expected_agents=1)
+    window = ReceiveWindow(ordered=True)
+    async with wire.listening():
+        publish(folder, 1, wire.address, keys, number)
+        task_status.started()
+        while True:
+            for event in await wire.events():
+                welcome(wire, event, number)
+                if isinstance(event, Received) and window.accept((envelope := unpack(event.frame)).seq):
+                    message = decode_from_agent(envelope.body)
+                    assert isinstance(message, Saved)
+                    told.extend(fact.save.step for fact in message.facts)
+
+
+def test_what_became_of_checkpoints_reaches_the_next_controller_in_order(
+    tmp_path: Path, until: Callable[[Callable[[], bool]], Awaitable[None]]
+) -> None:
+    keys = create_keys(tmp_path / "keys.json")
+
+    async def test(nursery: trio.Nursery) -> None:
+        heard = Heard()
+        agent = heard.link(tmp_path, {})
+
+        def saved(step: int) -> None:
+            agent.saved((Fact(SaveId(step, 1, 1), What.WRITTEN, Tier.LOCAL),))
+
+        saved(1)
+        nursery.start_soon(agent.run)
+        first: list[int] = []
+        async with trio.open_nursery() as leading:
+            await leading.start(record, tmp_path, keys, 1, first)
+            await heard.until(lambda: heard.welcomes == [1], 5.0)
+            saved(2)
+            await until(lambda: first == [1, 2])
+            leading.cancel_scope.cancel()
+        await until(lambda: not agent.up)
+        saved(3)
+        second: list[int] = []
+        heard.at_hello.append(lambda: saved(4))  # between the new session's start and its welcome
+        await nursery.start(record, tmp_path, keys, 2, second)
+        await until(lambda: len(second) == 4)
+        assert second == [1, 2, 3, 4]
+        assert not agent.idle
+
+    run(test)

@@ -4,12 +4,23 @@ from collections.abc import Iterable
 
 import msgspec
 
+from perdure.protocol.checkpoints import (
+    NO_ORDERS,
+    DepotOrders,
+    Fact,
+    Publish,
+    Resume,
+    SaveId,
+    Tier,
+    What,
+)
 from perdure.protocol.faults import Fault, FaultKind
 from perdure.protocol.messages import Directive, ExitRecord, Kill, Phase, Seat, Stage
 from perdure.protocol.names import NO_ROUND, AgentName, Slot
 from perdure.protocol.rank_messages import (
     Enter,
     Entered,
+    Facts,
     Finish,
     Hold,
     Interrupt,
@@ -20,7 +31,18 @@ from perdure.protocol.rank_messages import (
     StopAt,
 )
 from perdure.protocol.settings import OFF, Settings
-from perdure.worker_runtime.agent.actions import Action, AskStop, KillProcess, Leave, Say, Spawn, Tell, Write
+from perdure.worker_runtime.agent.actions import (
+    Action,
+    AskStop,
+    KillProcess,
+    Leave,
+    OrderDepot,
+    Say,
+    Spawn,
+    Tell,
+    TellSaved,
+    Write,
+)
 from perdure.worker_runtime.agent.hang import Progress
 from perdure.worker_runtime.agent.machine import AgentMachine
 
@@ -318,3 +340,49 @@ def test_who_has_stood_nearly_as_long_is_found_to_hang_with_the_first() -> None:
     agent.tick({S0: waits, S1: spins}, 70.0)
     found = {slot: local.state.fault for slot, local in agent.slots.items()}
     assert {slot: fault.interpreter_runs for slot, fault in found.items() if fault} == {S0: False, S1: True}
+
+
+SAVE = SaveId(5, 0xAB, 0)
+ORDERS = DepotOrders(publish=(Publish(SAVE, 2, b"x"),))
+
+
+def test_what_became_of_a_rank_s_shard_is_told_even_if_the_rank_is_gone_meanwhile() -> None:
+    agent = running()
+    facts = (Fact(SAVE, What.WRITTEN, Tier.DURABLE, 0),)
+    assert agent.rank_said(S0, 1, Facts(facts), 5, 3.0) == [TellSaved(facts)]
+    agent.dying(S0, 1, 5)
+    assert agent.rank_said(S0, 1, Facts(facts), 5, 3.1) == [TellSaved(facts)]
+    agent.exited(S0, 1, ExitRecord(-9), 5, 3.2)
+    assert agent.rank_said(S0, 1, Facts(facts), 5, 3.3) == [TellSaved(facts)]
+
+
+def test_a_seat_comes_with_where_to_resume_from() -> None:
+    agent = machine()
+    resume = Resume(SAVE, 2, durable=True)
+    order = msgspec.structs.replace(run_order(0), epoch=0xAB, resume=resume)
+    (enter,) = said(agent.directed(1, order, 2.0))
+    assert isinstance(enter, Enter)
+    assert (enter.epoch, enter.resume) == (0xAB, resume)
+
+
+def test_the_depot_is_told_when_its_orders_change() -> None:
+    agent = running()
+    order = msgspec.structs.replace(run_order(0), depot=ORDERS)
+    assert OrderDepot(ORDERS) in agent.directed(1, order, 3.0)
+    assert agent.directed(1, order, 3.1) == []
+    assert OrderDepot(NO_ORDERS) in agent.directed(1, run_order(0), 3.2)
+
+
+def test_a_new_controller_has_ordered_nothing_yet() -> None:
+    agent = running()
+    order = msgspec.structs.replace(run_order(0), depot=ORDERS)
+    agent.directed(1, order, 3.0)
+    assert agent.welcomed(1, SETTINGS) == [], "the same controller, after a cut"
+    assert agent.welcomed(2, SETTINGS) == [OrderDepot(NO_ORDERS)]
+    assert OrderDepot(ORDERS) in agent.directed(2, order, 3.1)
+
+
+def test_an_agent_that_ends_by_itself_lets_its_depot_finish_what_is_ordered() -> None:
+    agent = running()
+    agent.directed(1, msgspec.structs.replace(run_order(0), depot=ORDERS), 3.0)
+    assert OrderDepot not in kinds(agent.refused("no", 3.1))

@@ -52,27 +52,54 @@ def test_the_stronger_source_wins_and_each_value_says_its_source(tmp_path: Path)
     assert found.chosen["hard_timeout"] == "30 s"
 
 
+TEXTS = {
+    "granularity": "rank",
+    "monitor_process_logdir": "/tmp",
+    "save": "/ckpt",
+    "ckpt_format": "torch_dist",
+    "on_busy": "wait",
+    "non_persistent_local_ckpt_dir": "/local",
+    "non_persistent_local_ckpt_algo": "atomic",
+}
+DURABLE = 'save = "/ckpt"\n'
+LOCAL = 'non_persistent_local_ckpt_dir = "/local"\n'
+BESIDE = {
+    "heartbeat_interval": "heartbeat_timeout = 100\n",
+    "barrier_timeout": "hard_timeout = 61\nheartbeat_timeout = 61\n",
+    "non_persistent_local_ckpt_dir": "non_persistent_save_interval = 3\n",
+    "non_persistent_save_interval": LOCAL,
+    **dict.fromkeys(("save_interval", "most_recent_k", "ckpt_step", "async_save", "on_busy", "save_timeout"), DURABLE),
+    **dict.fromkeys(("non_persistent_local_ckpt_algo", "replication"), LOCAL + "non_persistent_save_interval = 3\n"),
+}
+"""What must stand in the file so that a knob may have a value of its own."""
+
+
 @pytest.mark.parametrize("name", KNOBS)
 def test_every_knob_can_be_set_from_every_source(tmp_path: Path, name: str) -> None:
     knob, default = KNOBS[name], getattr(Settings(), name)
     if isinstance(default, bool):
         value, in_file, as_text = not default, str(not default).lower(), str(not default)
-        words = knob.flag if value else knob.flag.replace("--", "--no-")
+        words = knob.flag if value else knob.flag.replace("--", "--no-", 1)
     else:
-        text = {"granularity": "rank", "monitor_process_logdir": "/tmp"}.get(name)
+        text = TEXTS.get(name)
         value = text or (61.5 if isinstance(default, float) else 3)
         in_file, as_text, words = (f'"{text}"' if text else str(value)), str(value), f"{knob.flag}={value}"
-    slack = {"heartbeat_interval": "heartbeat_timeout = 100\n", "barrier_timeout": "hard_timeout = 61\n"}.get(
-        name, "#\n"
-    )
-    if name == "barrier_timeout":
-        slack += "heartbeat_timeout = 61\n"
+    beside = BESIDE.get(name, "#\n")
     for found in (
-        read(tmp_path, slack + f"{name} = {in_file}\n"),
-        read(tmp_path, slack, {knob.variable: as_text}),
-        read(tmp_path, slack, words=words),
+        read(tmp_path, beside + f"{name} = {in_file}\n"),
+        read(tmp_path, beside, {knob.variable: as_text}),
+        read(tmp_path, beside, words=words),
     ):
         assert getattr(found.settings, name) == value
+
+
+def test_options_are_handed_on_as_they_were_given(tmp_path: Path) -> None:
+    parser = argparse.ArgumentParser(allow_abbrev=False)
+    add_arguments(parser)
+    given = ["--soft-timeout=50s", "--save=/my disk/a", "--save-interval=5", "--no-async-save"]
+    found = load(parser.parse_args(given), {"PERDURE_MOST_RECENT_K": "2"}, tmp_path)
+    assert sorted(found.command_line()) == sorted(given)
+    assert found.settings.most_recent_k == 2
 
 
 def test_off_in_a_file_and_in_the_environment(tmp_path: Path) -> None:
@@ -138,6 +165,48 @@ def test_a_pasted_bridge_configuration_is_told_which_lines_to_delete(tmp_path: P
     assert "delete these 4 lines" in found
     kept = "\n".join(line for line in pasted.splitlines() if not any(name in line for name in dead))
     assert read(tmp_path, kept).settings == Settings()
+
+
+def test_a_pasted_checkpoint_configuration_of_bridge_is_made_right_by_its_errors(tmp_path: Path) -> None:
+    pasted = """
+        save = "/ckpt"
+        load = "/ckpt"
+        save_interval = 100
+        most_recent_k = -1
+        ckpt_format = "fsdp_dtensor"
+        async_save = true
+        use_persistent_ckpt_worker = true
+        fully_parallel_save = true
+        ckpt_assume_constant_structure = false
+        non_persistent_save_interval = 10
+        non_persistent_ckpt_type = "local"
+        non_persistent_local_ckpt_dir = "/local"
+        replication = true
+        replication_jump = 8
+        replication_factor = 2
+    """
+    refused, *wrong = errors(tmp_path, pasted)
+    assert "delete these 7 lines" in refused
+    assert "a factor of 2 is replication = 1" in refused
+    fixes = [text.rpartition("fix:  ")[2] for text in wrong]
+    assert fixes == [
+        'write "off" to keep all of them',
+        'write "torch_dist", the one format that is written here',
+        "write replication = 1, the number of other nodes",
+    ]
+
+
+def test_needs_are_judged_on_the_effective_values_and_cite_their_sources(tmp_path: Path) -> None:
+    (found,) = errors(tmp_path, 'save = "/ckpt"\nsave_interval = 5\n', {"PERDURE_SAVE": "off"})
+    assert found.startswith("save_interval = 5 (perdure.toml), save = off (PERDURE_SAVE)\n")
+    (found,) = errors(tmp_path, "#\n", words="--on-busy skip")
+    assert found.startswith("on_busy = skip (--on-busy), save = off, non_persistent_local_ckpt_dir = off\n")
+    assert read(tmp_path, "replication = 0\nsave_interval = 'off'\n").settings == Settings()
+
+
+def test_no_need_is_judged_on_a_folder_that_is_unusable(tmp_path: Path) -> None:
+    (found,) = errors(tmp_path, 'save = "ckpt"\nsave_interval = 5\n')
+    assert found.startswith('perdure.toml: save = "ckpt"')
 
 
 def test_a_refused_name_in_the_environment(tmp_path: Path) -> None:

@@ -5,8 +5,9 @@ from typing import Any
 
 import msgspec
 
-from perdure.controller.core.events import Attached, Entry, Event, Opened, Reported, Tick
+from perdure.controller.core.events import Attached, Entry, Event, Opened, Reported, Saved, Tick
 from perdure.controller.journal import Journal
+from perdure.protocol.checkpoints import Fact, SaveId, Tier, What
 from perdure.protocol.faults import Fault, FaultKind
 from perdure.protocol.messages import PROTOCOL_VERSION, ExitRecord, Hello, SlotState, Stage
 from perdure.protocol.names import AgentName, ProcessId, Slot, slot_name
@@ -75,6 +76,14 @@ class Past:
         """A process of n0 is dead."""
         record = ExitRecord(code, stderr=exit.pop("stderr", "last words"), **exit)
         self.reported(self.state("n0", index, Stage.GONE, round=round, step=8, exit=record), after=after)
+
+    def saved(self, step: int, round: int, ranks: int = 3, epoch: int = 1_800_000_000) -> None:
+        """Agent n0 and its ranks save a step on the durable tier, and publish it."""
+        save = SaveId(step, epoch, round)
+        shards = [Fact(save, What.WRITTEN, Tier.DURABLE, rank, "", ranks, 1000, b"d", 0.25) for rank in range(ranks)]
+        done = Fact(save, What.PUBLISHED, Tier.DURABLE, world_size=ranks)
+        self.write(Saved(AgentName("n0"), tuple(shards)), 0.2)
+        self.write(Saved(AgentName("n0"), (done,)), 0.1)
 
     def tick(self, after: float) -> None:
         self.write(Tick(), after)

@@ -256,3 +256,24 @@ def test_a_journal_is_found_in_a_run_directory_and_in_old_attempts(tmp_path: Pat
     (tmp_path / "journal").touch()
     assert find_journal(tmp_path) == tmp_path / "journal"
     assert find_journal(tmp_path / "attempt-2") == tmp_path / "attempt-2" / "journal"
+
+
+# ---- checkpoints ----------------------------------------------------------------------------------------------
+
+
+def test_what_was_published_and_what_each_round_resumed_from_is_told(past: Past) -> None:
+    for step in range(10, 90, 10):
+        past.saved(step, 0)
+    recover(past)
+    complete(past, 1)
+    story = read_story(past.path)
+    text = told(story)
+    assert text.count("resumed     from step 80 (round 0), durable tier, saved by 3 ranks\n") == 1
+    assert "step 10 (round 0) is published: 3 ranks, 3.0 kB; durable after 0.25 s\n" in text
+    assert "... 2 more, shown with --round ..." in text
+    assert "step 40 (round 0) is published" not in text
+    assert "step 40 (round 0) is published" in told(story, 0)
+    first, second = (json.loads(encode_round(story, chapter)) for chapter in story.rounds)
+    assert [each["step"] for each in first["checkpoints"]] == list(range(10, 90, 10))
+    assert (first["resume"], second["checkpoints"]) == (None, [])
+    assert (second["resume"]["step"], second["resume"]["local"], second["resume"]["durable"]) == (80, False, True)

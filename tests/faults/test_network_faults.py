@@ -171,8 +171,8 @@ def test_a_controller_that_nobody_reaches_blames_nobody(spread: Callable[..., Jo
 
 
 def test_agents_that_are_cut_off_end_their_ranks_in_time(spread: Callable[..., Job], network: Network) -> None:
-    """The controller lives, but nobody can tell from where the agents are, unless they find its verdict: it ends the job
-    at about the same time, and the run directory is not cut off."""
+    """The controller lives, but nobody can tell from where the agents are, unless they find its verdict: it ends the
+    job at about the same time, and the run directory is not cut off."""
     job = spread(heartbeat_timeout=2, heartbeat_interval=0.5, controller_timeout=3)
     job.wait_round(0)
     wait_phase(job, "running")

@@ -29,8 +29,31 @@ BRIDGE_NAMES = frozenset(
         "empty_cuda_cache",
         "max_rank_faults",
         "monitor_process_logdir",
+        "save",
+        "save_interval",
+        "most_recent_k",
+        "load",
+        "ckpt_step",
+        "ckpt_format",
+        "async_save",
+        "use_persistent_ckpt_worker",
+        "fully_parallel_save",
+        "fully_parallel_load",
+        "ckpt_assume_constant_structure",
+        "non_persistent_save_interval",
+        "non_persistent_ckpt_type",
+        "non_persistent_global_ckpt_dir",
+        "non_persistent_local_ckpt_dir",
+        "non_persistent_local_ckpt_algo",
+        "replication",
+        "replication_jump",
+        "replication_factor",
     }
 )
+"""Of its in-process restart, all; of its checkpoints, those that say when, where and how is saved."""
+
+
+NODES_OWN = {"non_persistent_local_ckpt_dir": "/local", "non_persistent_save_interval": 10}
 
 
 def test_every_setting_has_a_knob_and_every_knob_a_setting() -> None:
@@ -108,6 +131,12 @@ def test_a_wait_may_be_zero_but_not_negative(name: str) -> None:
         ("respawn", False, False),
         ("monitor_process_logdir", "/var/log/job", "/var/log/job"),
         ("monitor_process_logdir", "none", None),
+        ("save", "/ckpt", "/ckpt"),
+        ("most_recent_k", "off", None),
+        ("async_save", False, False),
+        ("on_busy", "wait", "wait"),
+        ("replication", 0, 0),
+        ("replication", 2, 2),
     ],
 )
 def test_values_of_a_file(name: str, given: object, value: object) -> None:
@@ -131,6 +160,12 @@ def test_values_of_a_file(name: str, given: object, value: object) -> None:
         ("respawn", 1, "is true or false"),
         ("monitor_process_logdir", "logs", "is an absolute path"),
         ("monitor_process_logdir", 3, "is an absolute path"),
+        ("save", "", "is an absolute path"),
+        ("save_interval", 0, "is 1 or more"),
+        ("ckpt_step", 0, "is 1 or more"),
+        ("on_busy", "replace", "is skip or wait"),
+        ("replication", -1, "is 0 or more"),
+        ("replication", "off", "is a whole number"),
     ],
 )
 def test_wrong_values_of_a_file_say_the_rule(name: str, given: object, rule: str) -> None:
@@ -138,6 +173,30 @@ def test_wrong_values_of_a_file_say_the_rule(name: str, given: object, rule: str
         parse(KNOBS[name], given, text=False)
     assert caught.value.rule.startswith(f"{name} {rule}")
     assert caught.value.fix
+
+
+@pytest.mark.parametrize(
+    ("name", "given", "text", "fix"),
+    [
+        ("most_recent_k", -1, False, 'write "off" to keep all of them'),
+        ("most_recent_k", "-1", True, 'write "off" to keep all of them'),
+        ("most_recent_k", 0, False, 'write "off" to do without it'),
+        ("save_interval", 0, False, 'write "off" to do without it'),
+        ("replication", True, False, "write replication = 1, the number of other nodes"),
+        ("replication", "True", True, "write replication = 1, the number of other nodes"),
+        ("replication", False, False, "write replication = 0"),
+        ("replication", "off", True, "write replication = 0"),
+        ("ckpt_format", "zarr", False, 'write "torch_dist", the one format that is written here'),
+        ("ckpt_format", "fsdp_dtensor", True, 'write "torch_dist", the one format that is written here'),
+        ("ckpt_format", "torch_dcp", True, 'write "torch_dist", the one format that is written here'),
+        ("ckpt_format", "torch", True, 'write "torch_dist", the one format that is written here'),
+        ("ckpt_format", "hdf5", False, "write ckpt_format = torch_dist"),
+    ],
+)
+def test_a_value_of_another_framework_is_told_what_to_write(name: str, given: object, text: bool, fix: str) -> None:
+    with pytest.raises(Unusable) as caught:
+        parse(KNOBS[name], given, text=text)
+    assert caught.value.fix == fix
 
 
 @pytest.mark.parametrize(
@@ -171,6 +230,24 @@ def test_texts_that_mean_nothing_are_errors(name: str, given: str) -> None:
         ({"last_call_wait": 200.0}, "last_call_wait < barrier_timeout"),
         ({"active_world_size": 4, "min_world_size": 5}, "min_world_size <= active_world_size"),
         ({"active_world_size": 6, "world_size_multiple_of": 4}, "active_world_size is a multiple of"),
+        ({"save_interval": 10}, "save_interval needs save"),
+        ({"most_recent_k": 2}, "most_recent_k needs save"),
+        ({"most_recent_k": 2, **NODES_OWN}, "most_recent_k needs save"),
+        ({"ckpt_step": 7}, "ckpt_step needs save or non_persistent_local_ckpt_dir"),
+        ({"async_save": False}, "async_save needs save or non_persistent_local_ckpt_dir"),
+        ({"on_busy": "wait"}, "on_busy needs save or non_persistent_local_ckpt_dir"),
+        ({"on_busy": "wait", "async_save": False, "save": "/c"}, "on_busy needs async_save"),
+        ({"save_timeout": 5.0}, "save_timeout needs save or non_persistent_local_ckpt_dir"),
+        ({"non_persistent_save_interval": 5}, "non_persistent_save_interval needs non_persistent_local_ckpt_dir"),
+        (
+            {"non_persistent_local_ckpt_dir": "/local"},
+            "non_persistent_local_ckpt_dir needs non_persistent_save_interval",
+        ),
+        ({"non_persistent_local_ckpt_algo": "atomic", "save": "/c"}, "non_persistent_local_ckpt_algo needs non_"),
+        ({"replication": 1, "save": "/c"}, "replication needs non_persistent_local_ckpt_dir"),
+        ({"save": "/local", **NODES_OWN}, "save is not in non_persistent_local_ckpt_dir"),
+        ({"save": "/local/./durable/", **NODES_OWN}, "save is not in non_persistent_local_ckpt_dir"),
+        ({"save": "/c", "save_interval": 10, **NODES_OWN}, "non_persistent_save_interval < save_interval"),
     ],
 )
 def test_each_rule_between_knobs(changed: dict[str, object], rule: str) -> None:
@@ -189,6 +266,11 @@ def test_each_rule_between_knobs(changed: dict[str, object], rule: str) -> None:
         {"soft_timeout": OFF, "hard_timeout": OFF},
         {"active_world_size": 8, "world_size_multiple_of": 4, "min_world_size": 8},
         {"min_world_size": 3, "world_size_multiple_of": 4},
+        {"save": "/c"},
+        {"save": "/c", "save_interval": 1, "most_recent_k": 1, "ckpt_step": 5, "async_save": False},
+        {"save": "/c", "save_interval": 11, **NODES_OWN, "replication": 2, "non_persistent_local_ckpt_algo": "atomic"},
+        {"save": "/local2", **NODES_OWN},
+        {**NODES_OWN, "ckpt_step": 5, "on_busy": "wait", "save_timeout": 5.0},
     ],
 )
 def test_combinations_that_are_fine(changed: dict[str, object]) -> None:
@@ -206,6 +288,13 @@ def test_all_contradictions_come_in_one_error() -> None:
     assert text.startswith("5 errors in the configuration:")
     for words in ("soft_timeout = 500 s, hard_timeout = 400 s", "heartbeat_interval = 70 s", "min_world_size = 4"):
         assert words in text
+
+
+def test_a_default_that_was_asked_for_needs_what_it_is_about() -> None:
+    given: dict[str, str] = dict.fromkeys(
+        ("on_busy", "non_persistent_local_ckpt_algo", "replication", "save_interval"), "perdure.toml"
+    )
+    assert [each.knobs[0] for each in violations(Settings(), given)] == ["on_busy", "non_persistent_local_ckpt_algo"]
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ comment.
     lose AGENT             the machine is gone            relaunch AGENT     its agent is started again
     crash                  SIGKILL of the controller      return             another controller takes over
     stop AGENT             SIGTERM to an agent            wait SECONDS       time passes
+    poison STEP            whoever resumes from what was saved there fails
     together               the rest of the block happens without pauses other than `wait`
 """
 
@@ -46,6 +47,7 @@ class Theatre:
             "relaunch": lambda name: relaunch(self.world, self._agent(name), len(self._agent(name).ranks)),
             "crash": lambda: self.world.controller.crash(),
             "return": lambda: self.world.start_controller(),
+            "poison": lambda step: self._poison(int(step)),
             "stop": lambda name: self._agent(name).stop(143, "SIGTERM"),
         }
 
@@ -79,6 +81,11 @@ class Theatre:
         settings: Settings = msgspec.structs.replace(SETTINGS, **knobs)
         self._world = World(7, [slots] * agents, settings, functions=functions, function_s=function_s)
 
+    def _poison(self, step: int) -> None:
+        storage = self.world.storage
+        assert storage is not None, "the job has a folder `save`"
+        storage.poisoned |= {save for save in storage.written if save.step == step}
+
     def _news(self) -> list[str]:
         """What the job's log says since the last time, and the seats."""
         world = self.world
@@ -98,7 +105,7 @@ class Theatre:
         return lines
 
     def _readable(self, said: object) -> str:
-        level = {"info": " ", "warning": "!", "error": "!!"}[getattr(said, "level", "info")]
+        level = {"debug": " ", "info": " ", "warning": "!", "error": "!!"}[getattr(said, "level", "info")]
         return f"{level:2} {getattr(said, 'event', '')}: {getattr(said, 'text', '')}".replace("\n", "\n      ")
 
     def _inside(self) -> list[str]:

@@ -16,19 +16,32 @@ from perdure.protocol.messages import (
     Hello,
     Refused,
     Report,
+    Saved,
     SlotState,
+    Stock,
     StopRequest,
     Welcome,
 )
 from perdure.protocol.names import AgentName, ProcessId, Slot
 from perdure.protocol.rank_messages import FromRank
-from perdure.worker_runtime.agent.actions import Action, AskStop, KillProcess, Leave, Say, Spawn, Tell
+from perdure.worker_runtime.agent.actions import (
+    Action,
+    AskStop,
+    KillProcess,
+    Leave,
+    OrderDepot,
+    Say,
+    Spawn,
+    Tell,
+    TellSaved,
+)
 from perdure.worker_runtime.agent.machine import AgentMachine
 
 from .clockwork import Alarm
 from .invariants import may_be_killed
 from .network import Connection
 from .ranks import SimRank
+from .storage import SimDepot
 
 if TYPE_CHECKING:
     from .world import World
@@ -60,6 +73,7 @@ class SimAgent:
         self._other: list[bytes] = []
         self._machine_alarm = Alarm(self.clock, self._tick)
         self._link_alarm = Alarm(self.clock, self._poke)
+        self._depot = SimDepot(world.storage, self) if world.storage is not None else None
         self._do(self.machine.start(self.clock.now))
         self.clock.after(RECONNECT_S, self._connect)
         self.clock.after(world.settings.heartbeat_interval, self._beat)
@@ -82,9 +96,11 @@ class SimAgent:
                 case KillProcess():
                     self._kill(action)
                 case Tell():
-                    self._push(Report(action.states))
+                    self.push(Report(action.states))
+                case TellSaved() | OrderDepot():
+                    self._do_with_checkpoints(action)
                 case AskStop():
-                    self._push(StopRequest(action.code, action.reason))
+                    self.push(StopRequest(action.code, action.reason))
                 case Leave():
                     self.clock.say(self, f"leaves: {action.code} {action.reason}")
                     self.left = action
@@ -92,6 +108,12 @@ class SimAgent:
                 case _:
                     self.clock.say(self, str(action))
         self._machine_alarm.set(self.machine.deadline())
+
+    def _do_with_checkpoints(self, action: TellSaved | OrderDepot) -> None:
+        if isinstance(action, TellSaved):
+            self.push(Saved(action.facts))
+        elif self._depot is not None:
+            self._depot.order(action.orders)
 
     def _spawn(self, action: Spawn) -> None:
         former = self.ranks.get(action.slot)
@@ -200,7 +222,7 @@ class SimAgent:
         self._send(0, encode_body(hello))
         self.clock.after(HELLO_AGAIN_S, lambda: self._say_hello(session))
 
-    def _push(self, message: Report | StopRequest) -> None:
+    def push(self, message: Report | StopRequest | Saved | Stock) -> None:
         self._queue.push(encode_body(message), self.clock.now)
         self._poke()
 

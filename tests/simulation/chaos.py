@@ -27,9 +27,10 @@ def draw_world(seed: int, *, tracing: bool = False) -> World:
         max_iterations=chance.choice((None, None, None, 3, 8)),
         max_rank_faults=chance.choice((None, None, None, 4)),
         termination_grace_time=chance.choice((0.5, 0.5, 3.0, 12.0)),
+        **draw_checkpoints(world_seed),
     )
     functions = chance.choice((1, 1, 2))
-    return World(
+    world = World(
         seed,
         layout,
         settings,
@@ -38,6 +39,23 @@ def draw_world(seed: int, *, tracing: bool = False) -> World:
         function_s=chance.choice((0.001, chance.uniform(2.0, 15.0), chance.uniform(2.0, 15.0))),
         tracing=tracing,
     )
+    if world.storage is not None:
+        world.storage.trouble()
+    return world
+
+
+def draw_checkpoints(seed: int) -> dict[str, object]:
+    """Every second job has checkpoints, on both tiers."""
+    chance = Random(-seed)
+    if chance.random() < 0.5:
+        return {}
+    return {
+        "save": "/save",
+        "most_recent_k": chance.choice((None, 1, 2)),
+        "non_persistent_local_ckpt_dir": "/local",
+        "replication": chance.choice((0, 0, 1, 2)),
+        "save_timeout": 20.0,
+    }
 
 
 def misfortune(world: World) -> None:

@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from perdure.controller.core.commands import Accept, Command, Direct, Finished, Refuse, Tell
-from perdure.controller.core.events import Attached, Entry, Event, LinkLost, Opened, Reported, Silent, StopAsked, Tick
+from perdure.controller.core.events import Attached, Entry, Event, LinkLost, Opened, Silent, Tick, event_of
 from perdure.controller.core.job import Job
 from perdure.controller.peers import Peer, Peers
 from perdure.protocol.codec import decode_from_agent, encode_body, pack, unpack
-from perdure.protocol.messages import Acknowledge, Hello, Refused, Report, StopRequest, Welcome
+from perdure.protocol.messages import Acknowledge, Hello, Refused, Welcome
 
 from .clockwork import Alarm
 from .invariants import check_job
@@ -61,7 +61,8 @@ class SimController:
         self._behind = {}
         incarnation = self.job.incarnation + 1
         self.clock.say("controller", f"incarnation {incarnation}")
-        self.decide(Opened("job", 1, incarnation, self.world.expected, self.world.settings))
+        wall = 1_000_000.0 + self.clock.now
+        self.decide(Opened("job", 1, incarnation, self.world.expected, self.world.settings, wall))
         self._look_for_silence(incarnation)
 
     def crash(self) -> None:
@@ -176,13 +177,8 @@ class SimController:
             if not peer.reports.accept(envelope.seq):
                 self.decide()
                 return
-        match message:
-            case Report():
-                self.decide(Reported(peer.agent, message.slots))
-            case StopRequest():
-                self.decide(StopAsked(message.code, message.reason))
-            case _:
-                self.decide()
+        event = event_of(peer.agent, message)
+        self.decide(*([event] if event is not None else []))
 
     def _send_orders(self, peer: Peer) -> None:
         for seq, body in peer.orders.due(self.clock.now):

@@ -30,6 +30,8 @@ def check_job(world: World) -> None:
     if round is not None and round.index != world.last_round:
         check_plan(world)
     check_budget(world)
+    if world.storage is not None:
+        world.storage.check_orders()
 
 
 def check_plan(world: World) -> None:
@@ -44,6 +46,8 @@ def check_plan(world: World) -> None:
     assert round.index == world.last_round + 1, f"round {round.index} after round {world.last_round}"
     world.last_round = round.index
     world.round_began()
+    if world.storage is not None:
+        world.storage.check_resume()
     settings = world.settings
     assert settings.min_world_size <= round.size, f"a world of {round.size}"
     assert round.size % settings.world_size_multiple_of == 0, f"a world of {round.size}"

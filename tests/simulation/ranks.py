@@ -26,6 +26,8 @@ from perdure.protocol.rank_messages import (
 )
 from perdure.worker_runtime.agent.hang import Progress
 
+from .saving import Saver
+
 if TYPE_CHECKING:
     from .agents import SimAgent
 
@@ -72,6 +74,8 @@ class SimRank:
         self._left: int | None = None
         self._passed: int | None = None
         self._ordered: list[ToRank] = []
+        storage = agent.world.storage
+        self._saver = Saver(self, storage) if storage is not None else None
         self._channel_free = 0.0
         self.clock.after(self.clock.chance.uniform(0.2, 2.0), self._started)
 
@@ -82,9 +86,14 @@ class SimRank:
     def alive(self) -> bool:
         return self.place is not Place.DEAD
 
+    @property
+    def trains(self) -> bool:
+        """Inside the function, and getting on."""
+        return self.place is Place.INSIDE and self._left is None and self.hang is None and self._passed is None
+
     # ---- the socket pair --------------------------------------------------------------------------------------
 
-    def _say(self, message: FromRank) -> None:
+    def say(self, message: FromRank) -> None:
         """Packets arrive in order, each a moment later."""
         self._channel_free = max(self._channel_free, self.clock.now + self.clock.chance.uniform(0.0001, 0.001))
         step = self.step
@@ -118,16 +127,19 @@ class SimRank:
         if not self.alive:
             return
         self.place = Place.GATE
-        self._say(Ready(port=9000 + self.life))
+        self.say(Ready(port=9000 + self.life))
 
     def _enter(self, order: Enter) -> None:
         assert self.place is Place.GATE, f"{self} was told to enter round {order.round} while {self.place.value}"
         self.place, self.round, self.rank = Place.INSIDE, order.round, order.rank
         self._left = self._passed = None
         self._entered_at = self.clock.now
-        self._first_step = self.agent.world.furthest_step
-        self._say(Entered(order.round))
+        directive = self.agent.machine.directive
+        self._first_step = self._saver.enter(directive) if self._saver else self.agent.world.furthest_step
+        self.say(Entered(order.round))
         self.agent.world.entered(self)
+        if self._saver is not None and directive.round == order.round:
+            self._saver.next_save(directive, self._first_step, STEPS_PER_S)
         self._schedule_return()
 
     def _schedule_return(self) -> None:
@@ -139,7 +151,7 @@ class SimRank:
         if self.place is Place.INSIDE and self.round == index and free:
             self.walk()
             self.place = Place.RETURNED
-            self._say(Returned(index))
+            self.say(Returned(index))
 
     def walk(self) -> None:
         """Bring `step` up to now."""
@@ -163,7 +175,7 @@ class SimRank:
             return
         self.walk()
         self._passed = self.step
-        self._say(Passed(index, self.step))
+        self.say(Passed(index, self.step))
 
     def _stop_at(self, order: StopAt) -> None:
         if self.round != order.round or self.place is not Place.INSIDE or self.hang or self._left is not None:
@@ -179,7 +191,7 @@ class SimRank:
             self.step = order.step
             self.place = Place.RETURNED
             self.agent.world.stopped(self, self._passed)
-            self._say(Returned(order.round))
+            self.say(Returned(order.round))
 
     # ---- leaving the function ---------------------------------------------------------------------------------
 
@@ -200,7 +212,7 @@ class SimRank:
 
     def _come_back(self, fault: Fault | None) -> None:
         self.place = Place.GATE
-        self._say(Ready(round=self.round, port=9000 + self.life, fault=fault))
+        self.say(Ready(round=self.round, port=9000 + self.life, fault=fault))
 
     def _finish(self, code: int) -> None:
         if self.place in (Place.GATE, Place.RETURNED) and code == 0:
@@ -217,7 +229,7 @@ class SimRank:
             return
         if self.functions > 0 and not self.agent.world.over:
             self.place = Place.GATE
-            self._say(Ready(port=9000 + self.life))
+            self.say(Ready(port=9000 + self.life))
         else:
             self.die(0)
 
@@ -233,7 +245,7 @@ class SimRank:
             self.slot, self.life, index, FaultKind.EXCEPTION, f"{error}: boom", error=error, place="train.py:1",
             step=self.step, peer_error=peer_error,
         )  # fmt: skip
-        self._say(Raised(fault))
+        self.say(Raised(fault))
         self.clock.after(self.slow_s, lambda: self._unwound(index, fault))
         self.agent.world.broken(self)
 
@@ -247,7 +259,7 @@ class SimRank:
             step=self.step,
         )  # fmt: skip
         self._left = self.round
-        self._say(Leaving(code, fault))
+        self.say(Leaving(code, fault))
         self.clock.after(0.01, lambda: self.die(code))
 
     def hang_up(self, kind: Hang) -> None:

@@ -27,7 +27,7 @@ def test_a_seed_is_a_script() -> None:
 
 
 def test_the_seeds_are_worth_their_time() -> None:
-    """They must reach what they are meant to prove: restarts, budgets, shrunk worlds, lost controllers."""
+    """They must reach what they are meant to prove: restarts, budgets, shrunk worlds, lost controllers, checkpoints."""
     worlds = [run_seed(seed) for seed in range(150)]
     ends = {world.controller.job.code for world in worlds}
     assert {0, 90, 91} <= ends
@@ -37,3 +37,9 @@ def test_the_seeds_are_worth_their_time() -> None:
     assert {"recovered", "killed", "node_lost", "isolated", "controller_back", "complete", "slot_gone"} <= said
     assert {"stopping", "stop_step", "stop_late"} <= said
     assert sum(bool(world.stops) for world in worlds) > 5
+    storages = [world.storage for world in worlds if world.storage is not None]
+    resumes = [resume for storage in storages for resume in storage.resumes if resume is not None]
+    assert sum(len(storage.publishes) for storage in storages) > 30
+    assert sum(resume.local for resume in resumes) > 20
+    assert sum(not resume.local for resume in resumes) > 10
+    assert {"checkpoint", "save_failed", "unpublished", "bad_save", "struck"} <= said

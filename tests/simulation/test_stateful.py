@@ -6,7 +6,7 @@ from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
-from .chaos import END_WITHIN_S, misfortune
+from .chaos import END_WITHIN_S, draw_checkpoints, misfortune
 from .network import Weather
 from .ranks import Hang, SimRank
 from .world import World, settings_with
@@ -52,8 +52,11 @@ class Fate(RuleBasedStateMachine):
             active_world_size=active,
             max_rank_faults=budget,
             termination_grace_time=grace_s,
+            **draw_checkpoints(seed),
         )
         self.world = World(seed, layout, knobs, per_node=per_node, functions=functions)
+        if self.world.storage is not None:
+            self.world.storage.trouble()
         if bad_weather:
             self.world.weather = Weather(lost=0.05, doubled=0.05, late=0.05)
 

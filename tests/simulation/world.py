@@ -16,6 +16,7 @@ from .controllers import SimController
 from .invariants import check_entered, check_stopped
 from .network import Weather
 from .ranks import Place, SimRank
+from .storage import Storage
 
 SETTINGS = Settings(
     soft_timeout=2.0,
@@ -61,6 +62,7 @@ class World:
         self.rank_faults = 0
         self.stops: dict[int, int] = {}
         """round -> the step after which its ranks left because the job was to stop."""
+        self.storage = Storage(self, seed) if settings.save is not None else None
         self.agents: list[SimAgent] = []
         self._function_s = function_s
         self._processes = 0
@@ -203,6 +205,8 @@ def peer_error(rank: SimRank, index: int) -> Callable[[], None]:
 
 def relaunch(world: World, former: SimAgent, slots: int) -> None:
     world.clock.say("fault", f"{former} is started again")
+    if world.storage is not None:
+        world.storage.relaunched(former)
     world.add_agent(former.name, former.node, slots)
 
 

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 import pytest
 
 from perdure.worker_runtime.beats import EXITING, RUNNING, SECTIONS_RECORDED, STEP_MAX, BeatPage
+from perdure.worker_runtime.checkpoints import Checkpoints
 from perdure.worker_runtime.interrupt import Flight
 from perdure.worker_runtime.round import Round
 
@@ -33,7 +34,10 @@ def page() -> Iterator[BeatPage]:
 def round(page: BeatPage) -> Round:
     page.begin_round(3)
     flight = Flight(3, _NoAbort(), lambda: None)
-    return Round(flight, page.words, rank=0, world_size=1, local_rank=0, local_world_size=1)
+    checkpoints = Checkpoints({}, lambda fact: None, lambda level, text: None)
+    return Round(
+        flight, page.words, rank=0, world_size=1, local_rank=0, local_world_size=1, checkpoints=checkpoints
+    )
 
 
 def test_the_agent_reads_what_the_rank_writes(page: BeatPage, round: Round) -> None:

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+from ...protocol.checkpoints import DepotOrders, Fact
 from ...protocol.messages import SlotState
 from ...protocol.names import Slot
 from ...protocol.rank_messages import ToRank
@@ -43,6 +44,20 @@ class Tell:
 
 
 @dataclass(frozen=True, slots=True)
+class TellSaved:
+    """Tell the controller what became of checkpoints, reliably."""
+
+    facts: tuple[Fact, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class OrderDepot:
+    """From now on this is all that this agent's depot should have done."""
+
+    orders: DepotOrders
+
+
+@dataclass(frozen=True, slots=True)
 class AskStop:
     """Ask the controller to end the job."""
 
@@ -68,4 +83,4 @@ class Leave:
     reason: str
 
 
-Action = Spawn | Say | KillProcess | Tell | AskStop | Write | Leave
+Action = Spawn | Say | KillProcess | Tell | TellSaved | OrderDepot | AskStop | Write | Leave

@@ -100,6 +100,8 @@ def _enter(local: LocalSlot, seat: Seat, order: Directive, job: str) -> Enter:
         master_addr=order.master_addr,
         master_port=order.master_port,
         job=job,
+        epoch=order.epoch,
+        resume=order.resume,
     )
 
 

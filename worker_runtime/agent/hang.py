@@ -9,6 +9,7 @@ the two is the rank's progress. Nothing wakes up to look before the earliest ins
 from dataclasses import dataclass
 
 from ...protocol.settings import Settings
+from ..beats import Beat
 
 NEARLY = 0.9
 """When one rank is found to hang, others that have stood still for this share of the limit are found to, as well: blame
@@ -43,6 +44,15 @@ class Progress:
         if self.interpreter_runs(now, soft_s):
             return f"no ping after step {self.step}, though the interpreter runs"
         return "the main thread runs no Python (a C call that does not return, the GIL held, or a frozen process)"
+
+
+def progress_of(beat: Beat) -> Progress:
+    return Progress(
+        auto=beat.auto_ns / 1e9,
+        ping=beat.ping_ns / 1e9 if beat.ping_ns else None,
+        pause_until=beat.pause_until_ns / 1e9,
+        step=beat.step,
+    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,10 +17,11 @@ from pathlib import Path
 import trio
 
 from ...protocol.agent_socket import AgentEvent, AgentSocket
+from ...protocol.checkpoints import Fact
 from ...protocol.codec import BadMessage, decode_from_agent, decode_from_controller, encode_body, pack, unpack
 from ...protocol.endpoint import Endpoint, EndpointError
 from ...protocol.keys import JobKeys, KeysError, keys_from_environment, load_keys
-from ...protocol.link import LinkFull, ReceiveWindow, ReliableQueue
+from ...protocol.link import LIMIT, LinkFull, ReceiveWindow, ReliableQueue
 from ...protocol.messages import (
     Acknowledge,
     Beat,
@@ -30,7 +31,9 @@ from ...protocol.messages import (
     Refused,
     Remark,
     Report,
+    Saved,
     SlotState,
+    Stock,
     StopRequest,
     Unknown,
     Welcome,
@@ -81,6 +84,7 @@ class Link:
         self._joined = False
         self._over = False
         self._endpoint: Endpoint | None = None
+        self._keys: JobKeys | None = None
         self._ending = Ending(run_dir)
         self._heartbeat_timeout_s = heartbeat_timeout_s
         self._on = handlers
@@ -103,6 +107,16 @@ class Link:
     # ---- what the agent calls ---------------------------------------------------------------------------------
 
     @property
+    def address(self) -> str:
+        """Of this host, as the controller's host reaches it."""
+        return self._address
+
+    @property
+    def keys(self) -> JobKeys | None:
+        """Those of the present connection; None if it is in plain text."""
+        return self._keys
+
+    @property
     def up(self) -> bool:
         """A controller has accepted this session."""
         return self._welcomed
@@ -113,8 +127,14 @@ class Link:
         return len(self._queue) == 0 and not self._pending and not self._other
 
     def report(self, states: tuple[SlotState, ...]) -> None:
-        """Deliver, in order, once, to this controller or the next."""
+        """Deliver, in order, once, to this controller or the next. So is all that follows."""
         self._push(encode_body(Report(states)))
+
+    def saved(self, facts: tuple[Fact, ...]) -> None:
+        self._push(encode_body(Saved(facts)))
+
+    def stock(self, address: str, facts: tuple[Fact, ...]) -> None:
+        self._push(encode_body(Stock(address, facts)))
 
     def ask_stop(self, code: int, reason: str) -> None:
         self._push(encode_body(StopRequest(code, reason)))
@@ -156,7 +176,7 @@ class Link:
         """Keep a connection, for ever."""
         while True:
             endpoint, keys = await self._find()
-            self._endpoint = endpoint
+            self._endpoint, self._keys = endpoint, keys
             try:
                 self._address = await local_address(endpoint.address)
                 await self._stay(endpoint, keys)
@@ -266,8 +286,10 @@ class Link:
             message = decode_from_agent(body)
             if isinstance(message, Report):
                 states.extend(message.slots)
-            else:
+            elif len(self._other) < LIMIT:
                 self._other.append(body)
+            else:
+                self._complain(f"reports are lost: {LIMIT} wait for a controller")
         self._pending = tuple(states)
         self._welcomed = False
         self._say_hello()
@@ -323,7 +345,8 @@ class Link:
         self._attempt = max(self._attempt, self._endpoint.attempt if self._endpoint else 0)
         self._incarnation = message.incarnation
         self._pending = ()
-        others, self._other = self._other, []
+        # What was pushed while nobody had accepted us comes after what was pushed before; nothing of it has been sent.
+        others, self._other = [*self._other, *self._queue.reset()], []
         for body in others:
             self._push(body)
         self._on.welcomed(message)

@@ -14,16 +14,18 @@ from dataclasses import replace
 
 import msgspec
 
+from ...protocol.checkpoints import NO_ORDERS, DepotOrders
 from ...protocol.exit_codes import ExitCode
 from ...protocol.faults import Fault, FaultKind
 from ...protocol.messages import Directive, ExitRecord, Phase, SlotState, Stage
 from ...protocol.names import NO_ROUND, AgentName, Slot, slot_name
-from ...protocol.rank_messages import Entered, FromRank, Leaving, Note, Passed, Raised, Ready, Returned
+from ...protocol.rank_messages import Facts, FromRank
 from ...protocol.settings import Settings
-from .actions import Action, AskStop, KillProcess, Leave, Spawn, Tell, Write
+from .actions import Action, AskStop, KillProcess, Leave, OrderDepot, Spawn, Tell, TellSaved, Write
 from .converging import converge
 from .hang import NEARLY, Progress, judge
-from .local_slot import LocalSlot, slow_phases
+from .listening import hear
+from .local_slot import LocalSlot
 
 STOP_ANSWER_S = 5.0
 """How long the controller may take to answer a request to stop, before the agent ends its ranks by itself."""
@@ -50,6 +52,7 @@ class AgentMachine:
         self._stop_deadline: float | None = None
         self._kill_at: float | None = None
         self._awake_since = 0.0
+        self._depot_orders = NO_ORDERS
         self._left = False
 
     # ---- the face ---------------------------------------------------------------------------------------------
@@ -75,22 +78,13 @@ class AgentMachine:
 
     def rank_said(self, slot: Slot, life: int, message: FromRank, step: int, now: float) -> list[Action]:
         """A message of a rank; `step` is what its page says."""
+        if isinstance(message, Facts):
+            return [TellSaved(message.facts)]  # true whatever has become of the process that says it
         local = self._find(slot, life)
         if local is None or not local.alive:
             return []
-        match message:
-            case Ready():
-                self._ready(local, message, step)
-            case Entered():
-                self._entered(local, message, now)
-            case Raised() | Leaving():
-                self._failed(local, message.fault, step)
-            case Returned():
-                self._returned(local, message, step)
-            case Passed():
-                self._passed(local, message)
-            case Note():
-                self._actions.append(Write("rank", message.text, message.level, slot))
+        judge_at = now + min(self.settings.soft_timeout, self.settings.hard_timeout)
+        self._actions += hear(local, message, step, judge_at)
         self._converge(local, now)
         return self._done()
 
@@ -121,6 +115,8 @@ class AgentMachine:
 
     def welcomed(self, incarnation: int, settings: Settings) -> list[Action]:
         """A controller accepted us: its settings count, and it has all our states."""
+        if incarnation > self.incarnation:
+            self._order_depot(NO_ORDERS)  # what its predecessor wanted done, it orders again or does not
         self.incarnation = max(self.incarnation, incarnation)
         self.settings = settings
         self._alone_since = None
@@ -141,6 +137,7 @@ class AgentMachine:
             return [Write("stale", text, "warning")]
         if self._over and directive.phase is not Phase.END:
             return self._done()  # it has ended its ranks by itself, and there is no way back
+        self._order_depot(directive.depot)
         self.directive = directive
         if self._over or directive.hold:
             self._stop_deadline = None
@@ -225,57 +222,6 @@ class AgentMachine:
         wanted += [at for at in (self._stop_deadline, self._kill_at) if at is not None]
         return min(wanted, default=None)
 
-    # ---- what ranks say ---------------------------------------------------------------------------------------
-
-    def _ready(self, local: LocalSlot, message: Ready, step: int) -> None:
-        if local.entering is not None and message.round < local.entering:
-            return  # sent before it was told to enter
-        local.entering = None
-        local.look_at = None
-        fault = local.state.fault
-        if fault is None or (message.fault is not None and message.fault.kind is FaultKind.HEALTH_CHECK):
-            fault = message.fault  # why it left the round has been told; that it is unfit is what counts from here on
-        elif fault.kind is FaultKind.SOFT_HANG:
-            where = fault.place or message.where
-            fault = msgspec.structs.replace(fault, place=where, in_collective=message.in_collective)
-        if slow := slow_phases(message.timings):
-            self._actions.append(Write("slow", f"came back to the gate slowly: {slow}", "warning", local.slot))
-        if message.swallowed:
-            places = ", ".join(message.swallowed)
-            self._actions.append(
-                Write("swallowed", f"the interrupt was caught and ignored at {places}", "warning", local.slot)
-            )
-        # A second resilient function starts counting at NO_ROUND again; the job's rounds only go up.
-        round = max(local.state.round, message.round)
-        local.change(stage=Stage.GATE, round=round, port=message.port, step=max(step, local.state.step), fault=fault)
-        self._tell(local)
-
-    def _entered(self, local: LocalSlot, message: Entered, now: float) -> None:
-        if local.entering != message.round:
-            return
-        local.entering = None
-        local.look_at = now + min(self.settings.soft_timeout, self.settings.hard_timeout)
-        local.begin_round()
-        local.change(stage=Stage.RUNNING, round=message.round)
-        self._tell(local)
-
-    def _returned(self, local: LocalSlot, message: Returned, step: int) -> None:
-        local.look_at = None
-        local.change(stage=Stage.RETURNED, round=message.round, step=step)
-        self._tell(local)
-
-    def _passed(self, local: LocalSlot, message: Passed) -> None:
-        if message.round == local.state.round and local.state.passed is None:
-            local.change(passed=message.step)
-            self._tell(local)
-
-    def _failed(self, local: LocalSlot, fault: Fault | None, step: int) -> None:
-        """A rank says that it failed, or that it leaves; either way before the deed is done."""
-        if fault is None or local.state.fault is not None:
-            return
-        local.change(fault=fault, step=max(step, local.state.step))
-        self._tell(local)
-
     # ---- hangs ------------------------------------------------------------------------------------------------
 
     def _judge_all(self, pages: Mapping[Slot, Progress], now: float) -> None:
@@ -327,6 +273,13 @@ class AgentMachine:
 
     def _startup_deadline(self, local: LocalSlot) -> float:
         return local.spawned + self.settings.startup_timeout
+
+    # ---- the depot --------------------------------------------------------------------------------------------
+
+    def _order_depot(self, orders: DepotOrders) -> None:
+        if orders != self._depot_orders:
+            self._depot_orders = orders
+            self._actions.append(OrderDepot(orders))
 
     # ---- converging -------------------------------------------------------------------------------------------
 

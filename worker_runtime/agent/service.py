@@ -5,6 +5,7 @@
          ├─ Link.run            the controller, wherever it is
          ├─ controller keeper   only where this agent starts the controller itself
          ├─ ForkServer.serve    once the first round runs
+         ├─ DepotLink.serve     once a controller is there, if the job keeps checkpoints
          ├─ _clock              deadlines of machine and link
          ├─ _beats, listen_to_signals
          └─ for each process: _listen (its socket), _foresee and _bury (its end)
@@ -36,11 +37,13 @@ from ...protocol.messages import (
 )
 from ...protocol.names import Slot, this_process
 from ...protocol.rank_messages import RANK_MESSAGE_LIMIT, Ready
-from .actions import Action, AskStop, KillProcess, Leave, Say, Spawn, Tell, Write
+from .actions import Action, AskStop, KillProcess, Leave, OrderDepot, Say, Spawn, Tell, TellSaved, Write
+from .depot_link import DepotHandlers, DepotLink, begin_of
+from .environment import helper_environment, rank_environment
 from .fork_child import target_of
 from .fork_server import LIGHT_MODULES, MODULES, ForkServer
 from .guarding import keep_guard
-from .hang import Progress, gloo_limit, stamp_interval
+from .hang import Progress, progress_of
 from .keeper import keep_controller
 from .link import Handlers, Link
 from .machine import AgentMachine
@@ -48,7 +51,7 @@ from .options import Options
 from .processes import RankProcess, SpawnError, finish, kill, kill_tree_now, spawn, wait_exit
 from .reaper import become_subreaper, reaper
 from .signals import listen_to_signals
-from .stderr_tail import Outlet
+from .stderr_tail import open_outlets
 from .stdout_relay import StdoutRelay
 
 DELIVERY_S = 2.0
@@ -71,9 +74,13 @@ class Agent:
                 self._hello, self._welcomed, self._directed, self._refused, self._lost, self._ended, self._complain
             ),
         )
+        self._depot = DepotLink(
+            helper_environment(options, self._token),
+            DepotHandlers(self._link.saved, self._link.stock, self._depot_wrote),
+        )
         self._processes: dict[Slot, RankProcess] = {}
         self._spawning: dict[Slot, trio.CancelScope] = {}
-        self._outlets = self._open_outlets()
+        self._outlets = open_outlets(options.settings.monitor_process_logdir)
         self._fork_server: ForkServer | None = None
         self._with_torch = False
         self._nursery: trio.Nursery | None = None
@@ -107,6 +114,7 @@ class Agent:
                 if self._leave is None:
                     self._do(self._machine.start(time.monotonic()))
                 await self._left.wait()
+                await self._depot.finish()
                 await self._deliver()
                 nursery.cancel_scope.cancel()
             guarding.cancel_scope.cancel()
@@ -124,14 +132,6 @@ class Agent:
             while not self._link.idle and (self._link.up or awaited):
                 await self._bell.wait()
 
-    def _open_outlets(self) -> tuple[Outlet, ...]:
-        folder = self._options.settings.monitor_process_logdir
-        if folder is None:
-            return (Outlet(),)
-        with suppress(OSError):
-            os.makedirs(folder, exist_ok=True)
-        return (Outlet(), Outlet(folder))
-
     # ---- actions ----------------------------------------------------------------------------------------------
 
     def _do(self, actions: list[Action]) -> None:
@@ -145,10 +145,10 @@ class Agent:
                     self._say(action)
                 case KillProcess():
                     nursery.start_soon(self._kill, action)
-                case Tell():
-                    self._link.report(action.states)
-                case AskStop():
-                    self._link.ask_stop(action.code, action.reason)
+                case Tell() | TellSaved() | AskStop():
+                    self._tell_controller(action)
+                case OrderDepot():
+                    self._depot.order(action.orders)
                 case Write():
                     self._write(action)
                 case Leave():
@@ -156,18 +156,18 @@ class Agent:
                     self._left.set()
         self._bell.set()
 
+    def _tell_controller(self, action: Tell | TellSaved | AskStop) -> None:
+        match action:
+            case Tell():
+                self._link.report(action.states)
+            case TellSaved():
+                self._link.saved(action.facts)
+            case AskStop():
+                self._link.ask_stop(action.code, action.reason)
+
     async def _spawn(self, action: Spawn) -> None:
         options = self._options
-        env = dict(options.environ)
-        env.update(
-            PERDURE_TOKEN=self._token,
-            PERDURE_JOB=options.job,
-            PERDURE_NODE=options.node,
-            PERDURE_AUTO_STAMP_S=f"{stamp_interval(self._machine.settings):g}",
-            PERDURE_GLOO_LIMIT_S=f"{gloo_limit(self._machine.settings):g}",
-            PERDURE_HARD_LIMIT_S=f"{self._machine.settings.hard_timeout:g}",
-            PERDURE_EMPTY_CUDA_CACHE="1" if self._machine.settings.empty_cuda_cache else "0",
-        )
+        env = rank_environment(options, self._machine.settings, self._token)
         server = self._fork_server if action.spare else None
         process, record = None, ExitRecord(-signal.SIGTERM)
         self._spawning[action.slot] = trio.CancelScope()
@@ -228,6 +228,9 @@ class Agent:
             who = line.slot or self._options.agent
             with suppress(OSError):  # nobody reads it
                 print(f"perdure agent {who}: {line.text}", file=sys.stderr, flush=True)
+
+    def _depot_wrote(self, level: str, text: str) -> None:
+        self._write(Write("depot", text, level))
 
     def _complain(self, text: str) -> None:
         self._write(Write("agent", text, "warning"))
@@ -312,6 +315,11 @@ class Agent:
 
     def _welcomed(self, welcome: Welcome) -> None:
         self._do(self._machine.welcomed(welcome.incarnation, welcome.settings))
+        self._depot.begin_session()
+        begin = begin_of(self._options, welcome.settings, self._link.address, self._link.keys)
+        if begin is not None and not self._depot.begun:
+            assert self._nursery is not None
+            self._nursery.start_soon(self._depot.serve, begin)
 
     def _directed(self, incarnation: int, directive: Directive) -> None:
         self._told_to_end = self._told_to_end or directive.phase is Phase.END
@@ -345,10 +353,8 @@ class Agent:
     def _start_fork_server(self) -> None:
         """Only now: before, its imports would have slowed those of the ranks."""
         options = self._options
-        # With the token the guard finds the server, and the ranks from it, whose initial environment is the server's.
-        ours = {"PERDURE_TOKEN": self._token, "PERDURE_JOB": options.job, "PERDURE_NODE": options.node}
         modules = MODULES if self._with_torch else LIGHT_MODULES
-        self._fork_server = ForkServer({**options.environ, **ours}, self._complain, modules)
+        self._fork_server = ForkServer(helper_environment(options, self._token), self._complain, modules)
         if target_of(self._options.command, os.getcwd()) is not None:
             assert self._nursery is not None
             self._nursery.start_soon(self._fork_server.serve)
@@ -372,15 +378,7 @@ class Agent:
 
     def _progress(self, slot: Slot) -> Progress | None:
         process = self._processes.get(slot)
-        if process is None or process.finished:
-            return None
-        beat = process.beats.read()
-        return Progress(
-            auto=beat.auto_ns / 1e9,
-            ping=beat.ping_ns / 1e9 if beat.ping_ns else None,
-            pause_until=beat.pause_until_ns / 1e9,
-            step=beat.step,
-        )
+        return None if process is None or process.finished else progress_of(process.beats.read())
 
     async def _beats(self) -> None:
         while True:

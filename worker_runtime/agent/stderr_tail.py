@@ -8,6 +8,7 @@ does not fit or cannot be written is dropped and counted.
 import os
 import threading
 from collections import deque
+from contextlib import suppress
 
 import trio
 
@@ -19,6 +20,15 @@ QUEUE_BYTES = 4 << 20
 """Bytes that may wait in an outlet."""
 OPEN_FILES = 64
 """Log files that an outlet keeps open."""
+
+
+def open_outlets(folder: str | None) -> "tuple[Outlet, ...]":
+    """For the ranks of one agent: stderr, and `folder` if there is one."""
+    if folder is None:
+        return (Outlet(),)
+    with suppress(OSError):
+        os.makedirs(folder, exist_ok=True)
+    return (Outlet(), Outlet(folder))
 
 
 class Outlet:

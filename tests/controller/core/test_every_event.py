@@ -6,9 +6,21 @@ from collections.abc import Callable
 import msgspec
 import pytest
 
-from perdure.controller.core.events import Attached, Event, LinkLost, Opened, Reported, Silent, StopAsked, Tick
+from perdure.controller.core.events import (
+    Attached,
+    Event,
+    LinkLost,
+    Opened,
+    Reported,
+    Saved,
+    Silent,
+    Stocked,
+    StopAsked,
+    Tick,
+)
 from perdure.controller.core.job import Job
 from perdure.controller.core.rounds import TRANSITIONS, IllegalTransition, JobPhase
+from perdure.protocol.checkpoints import Fact, SaveId, Tier, What
 from perdure.protocol.messages import SlotState, Stage
 from perdure.protocol.names import AgentName, Slot
 
@@ -51,6 +63,18 @@ def stale_report(desk: Desk) -> Event:
     return Reported(AgentName("n0"), (SlotState(Slot("n0/0"), 0, 0, Stage.GATE, 7, port=1),))
 
 
+def facts_of_everything() -> tuple[Fact, ...]:
+    """Each kind of fact, of the present round, of one before and of another job, on both tiers."""
+    return tuple(
+        Fact(SaveId(7, epoch, round), what, tier, rank, "host0", 3)
+        for epoch in (0, 9)
+        for round in (0, 1)
+        for tier in Tier
+        for what in What
+        for rank in (-1, 0, 5)
+    )
+
+
 EVENTS: dict[str, Callable[[Desk], Event]] = {
     "opened": lambda desk: Opened("job", 1, desk.job.incarnation + 1, 2, SETTINGS),
     "attached again": lambda desk: Attached(desk.hello("n0")),
@@ -63,6 +87,9 @@ EVENTS: dict[str, Callable[[Desk], Event]] = {
     "silent": lambda desk: Silent(AgentName("n1"), 60.0),
     "a stranger silent": lambda desk: Silent(AgentName("n9"), 60.0),
     "stop asked": lambda desk: StopAsked(143, "SIGTERM"),
+    "saved": lambda desk: Saved(AgentName("n0"), facts_of_everything()),
+    "saved by a stranger": lambda desk: Saved(AgentName("n9"), facts_of_everything()),
+    "stocked": lambda desk: Stocked(AgentName("n1"), "tcp://n1", facts_of_everything()),
     "tick": lambda desk: Tick(),
 }
 WITHOUT_EFFECT = (
@@ -72,6 +99,9 @@ WITHOUT_EFFECT = (
     "reported late",
     "link of a stranger lost",
     "a stranger silent",
+    "saved",
+    "saved by a stranger",
+    "stocked",
     "tick",
 )
 

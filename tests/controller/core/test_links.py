@@ -2,7 +2,7 @@
 
 import pytest
 
-from perdure.controller.core.job import LINK_GRACE_WITH_PEER_ERRORS_S
+from perdure.controller.core.links import LINK_GRACE_WITH_PEER_ERRORS_S
 from perdure.controller.core.rounds import JobPhase
 
 from .desk import Desk

@@ -8,9 +8,11 @@ from typing import Any
 
 import msgspec
 
-from perdure.controller.core.events import Reported
+from perdure.controller.core.events import Reported, Saved, Stocked
 from perdure.controller.core.rounds import JobPhase
+from perdure.protocol.checkpoints import Fact, SaveId, Tier, What
 from perdure.protocol.messages import ExitRecord, Stage
+from perdure.protocol.settings import Settings
 
 GENEROUS_S = 1.0
 """What must never be needed, on any machine; `benchmarks/core.py` says what is."""
@@ -66,3 +68,31 @@ def change_one_by_one(crowd: Any, **changes: object) -> None:
         changed = [msgspec.structs.replace(s, change=s.change + 1, **changes) for s in crowd.states[name]]
         crowd.states[name] = tuple(changed)
         crowd.take([Reported(name, (state,)) for state in changed])
+
+
+def test_a_save_of_10240_ranks_costs_a_few_microseconds_for_each() -> None:
+    """Each rank tells of its shard alone, on both tiers, and every shard is copied to another node."""
+    settings = Settings(save="/save", non_persistent_local_ckpt_dir="/local", replication=1)
+    crowd = crowd_module().Crowd(1_280, 8, settings)
+    crowd.join()
+    crowd.take([Stocked(name, f"tcp://{name}", ()) for name in crowd.agents])
+    change_one_by_one(crowd, stage=Stage.GATE, port=9000)
+    crowd.take(crowd.enter())
+    assert crowd.job.phase is JobPhase.RUNNING
+    save, size, events = SaveId(100, 0, 0), 10_240, list[Saved]()
+    for rank in range(size):
+        agent = crowd.job.round.seats[rank].agent
+        for tier, node in ((Tier.LOCAL, agent.node), (Tier.DURABLE, "")):
+            events.append(Saved(agent.name, (Fact(save, What.WRITTEN, tier, rank, node, size, 1, b"x" * 16),)))
+    crowd.directed.clear()
+    began = time.process_time()
+    crowd.take(events)
+    spent_s = time.process_time() - began
+    assert len(crowd.job.commits.orders.publications) == 1
+    assert len(crowd.directed) <= size + 1, "one for each copy, and one to publish"
+    assert spent_s < 2 * GENEROUS_S
+    began = time.process_time()
+    crowd.take(crowd.fault(3))
+    crowd.take(crowd.settle())
+    assert crowd.decided(1)
+    assert time.process_time() - began < 2 * GENEROUS_S

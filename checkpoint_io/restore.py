@@ -1,0 +1,222 @@
+"""Fills a state from a save, each rank alone: no collective, no pickle but for values, every byte verified.
+
+Any rank of any world can be filled from any save: sidecars say which elements each shard has, `targets` which ones
+are wanted. The shards that have the most of it are read first, so with an unchanged layout that is mostly the rank's
+own. A shard that turns out bad is read from its next place (`sources`); only if none is left, and no other shard has
+the same elements, the restore fails. It fails before anything is changed if the state and the save do not fit.
+
+A value that is no tensor was pickled. What torch's restricted unpickler refuses (a class of the user's) is unpickled
+freely only if this job wrote it, which its committed digest proves, or if the caller trusts the folder.
+"""
+
+import io
+import pickle
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
+from dataclasses import dataclass
+from time import monotonic
+from typing import Any, cast
+
+import torch
+
+from ..protocol.checkpoints import Resume, SaveId, Tier
+from .flatten import Path, flatten
+from .shard_reader import ShardReader
+from .sources import BadShard, RestoreError, Shard, Sources, Where
+from .targets import Targets
+
+__all__ = ["RestoreError", "Restored", "StateMismatch", "Where", "restore"]
+
+
+class StateMismatch(RestoreError):
+    """The save is whole and does not fit the state; an older one would most likely not either."""
+
+
+@dataclass(frozen=True)
+class Restored:
+    """nbytes: read and verified. shards: which were read, and where: rank, tier, node (of a local one)."""
+
+    save: SaveId
+    nbytes: int
+    seconds: float
+    shards: tuple[tuple[int, Tier, str], ...]
+
+
+def restore(state: MutableMapping[str, Any], resume: Resume, where: Where, *, trust: bool = False) -> Restored:
+    """Fill `state` from the save that `resume` names, in place, as `torch.distributed.checkpoint.load` does.
+
+    Tensors and DTensors keep their memory, device and dtype; other values are replaced where they are in the state.
+    Names that only the save has are ignored. trust: unpickle classes even if it is not known who wrote them.
+
+    Raises StateMismatch, with everything that does not fit; nothing is changed then, if all sidecars were at hand.
+    Raises RestoreError, with every shard that could not be read and why; the state may then be partly filled, and is
+    worth nothing.
+    """
+    return fill(state, Sources(resume, where), trust=trust, known=True)
+
+
+def fill(state: MutableMapping[str, Any], sources: Sources, *, trust: bool, known: bool) -> Restored:
+    """`restore` from these sources. known: the digest they are checked against came from the job, not with them."""
+    flat = flatten(state)
+    restored, values = read(flat.tensors, flat.values, sources, trust=trust, known=known)
+    for fqn, value in values.items():
+        _put(state, flat.paths[fqn], value)
+    return restored
+
+
+def read(
+    tensors: Mapping[str, torch.Tensor], values: Iterable[str], sources: Sources, *, trust: bool, known: bool
+) -> tuple[Restored, dict[str, object]]:
+    """Fill the tensors, and return the values of these names."""
+    began = monotonic()
+    targets = Targets(tensors, values)
+    sources.survey = targets.survey
+    reader = ShardReader()
+    reading = _Reading(sources, targets, reader)
+    try:
+        reading.run()
+    finally:
+        reader.close()
+    found = _unpickled(sources, targets.values, trust=trust, known=known)
+    used = tuple((shard.rank, shard.tier, shard.node) for shard in reading.used)
+    return Restored(sources.resume.save, reader.nbytes, monotonic() - began, used), found
+
+
+class _Reading:
+    """One rank's way through the shards of a save."""
+
+    def __init__(self, sources: Sources, targets: Targets, reader: ShardReader) -> None:
+        self._sources = sources
+        self._targets = targets
+        self._reader = reader
+        self._world = range(sources.resume.world_size)
+        self.used: list[Shard] = []
+
+    def run(self) -> None:
+        """Everything wanted is read, or an error says what is not."""
+        self._refuse(self._targets.problems)
+        near = [rank for rank in self._world if self._sources.near(rank)]
+        self._sources.look(near)
+        if len(near) == len(self._world):
+            self._sources.committed()
+        shards = [shard for rank in near if (shard := self._sources.present(rank)) is not None]
+        self._refuse({fqn: why for shard in shards for fqn, why in shard.misfits.items()})
+        if len(near) == len(self._world):
+            self._refuse_unseen()
+        for shard in sorted(shards, key=lambda shard: (-shard.wanted, shard.rank)):
+            self._read(shard.rank)
+        for rank in sorted(set(self._world).difference(near)):
+            self._read(rank)
+        if not self._targets.complete:
+            self._refuse_unseen()
+            self._refuse_missing()
+
+    def _read(self, rank: int) -> None:
+        """Read what is still missing and this shard has, from the first place where it is whole."""
+        while not self._targets.complete:
+            shard = self._sources.present(rank)
+            if shard is None:
+                return
+            self._refuse(shard.misfits)
+            if not shard.wanted:
+                return
+            plan = self._targets.plan(shard)
+            try:
+                self._reader.read(shard, plan.ranges)
+            except BadShard as error:
+                self._sources.reject(shard, str(error))
+                continue
+            self._targets.settle(plan, shard)
+            if plan.ranges:
+                self.used.append(shard)
+            return
+
+    def _refuse(self, problems: Mapping[str, str]) -> None:
+        if problems:
+            raise StateMismatch(self._sources.resume.save, list(problems.values()))
+
+    def _refuse_unseen(self) -> None:
+        """Names that are in the state and in no shard; not certain while a shard could not be looked at."""
+        unseen = self._targets.unseen()
+        if unseen and not self._sources.lost():
+            reasons = [f"{fqn!r} is in the state, and was not saved" for fqn in unseen]
+            raise StateMismatch(self._sources.resume.save, reasons)
+
+    def _refuse_missing(self) -> None:
+        missing = self._targets.missing()
+        names = ", ".join(map(repr, missing[:20])) + (f" and {len(missing) - 20} more" if len(missing) > 20 else "")
+        lost = self._sources.lost()
+        save = self._sources.resume.save
+        if not lost:
+            raise StateMismatch(save, [f"nobody saved all elements of {names}"])
+        raise RestoreError(save, [*lost, f"what is missing without them: {names}"])
+
+
+def _unpickled(
+    sources: Sources, values: Mapping[str, tuple[bytes, Shard]], *, trust: bool, known: bool
+) -> dict[str, object]:
+    """All values; what is wrong with any of them in one error."""
+    found: dict[str, object] = {}
+    reasons: list[str] = []
+    for fqn, (data, shard) in values.items():
+
+        def may_run(shard: Shard = shard) -> bool:
+            return trust or (known and sources.committed() and sources.present(shard.rank) is shard)
+
+        try:
+            found[fqn] = _value(data, may_run)
+        except _NoValue as error:
+            reasons.append(f"{fqn!r} ({shard}): {error}")
+    if reasons:
+        raise RestoreError(sources.resume.save, reasons)
+    return found
+
+
+class _NoValue(Exception):
+    pass
+
+
+def _value(data: bytes, may_run: Callable[[], bool]) -> object:
+    """A value out of what torch.save made of it. may_run: whether its pickle may call what it likes."""
+    try:
+        return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
+    except pickle.UnpicklingError as error:
+        refused = error
+    except Exception as error:
+        raise _NoValue(f"cannot be read: {type(error).__name__}: {error}") from error
+    if not may_run():
+        names = ", ".join(_classes_of(data)) or f"something unknown ({refused})"
+        raise _NoValue(
+            f"it holds {names}, and unpickling that runs code; it is not known that this job wrote it."
+            " If you trust whoever did, pass trust=True"
+        )
+    try:
+        return torch.load(io.BytesIO(data), map_location="cpu", weights_only=False)
+    except Exception as error:
+        raise _NoValue(f"cannot be unpickled: {type(error).__name__}: {error}") from error
+
+
+def _classes_of(data: bytes) -> list[str]:
+    try:
+        return torch.serialization.get_unsafe_globals_in_checkpoint(io.BytesIO(data))
+    except Exception:
+        # It only makes the message better.
+        return []
+
+
+def _put(state: MutableMapping[str, Any], path: Path, value: object) -> None:
+    """Replace what is at `path`, whose keys of mappings are strings whatever they are in the state."""
+    *outer, last = path
+    inside: Any = state
+    for key in outer:
+        inside = inside[_key(inside, key)]
+    inside[_key(inside, last)] = value
+
+
+def _key(inside: Any, key: str | int) -> Any:
+    if isinstance(inside, Mapping) and key not in inside:
+        return next(_same(cast("Mapping[Any, object]", inside), str(key)))
+    return key
+
+
+def _same(inside: Mapping[Any, object], key: str) -> Iterator[Any]:
+    return (own for own in inside if str(own) == key)

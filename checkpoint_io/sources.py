@@ -1,0 +1,244 @@
+"""Where a restoring rank finds the shards of one save, in which order, and what it says of those that are no good.
+
+For each shard: this node's local tier, then another node's through its depot (which brings it into this node's
+folder), then the durable tier. A shard that is not what it should be is told to the controller (`on_bad`) and the next
+place is tried. The parts of a save may come from any mix of places, since each is checked against the digests in its
+own sidecar, and each sidecar names the save that it belongs to.
+
+Two things are known of a save: that its shards are whole (each sidecar ends with its own digest), and that they are the
+ones that this job wrote (`Resume.digest`, which covers all sidecars). Only the second one allows to unpickle from it.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from ..protocol.checkpoints import Fact, Place, Resume, SaveId, Tier, What
+from .formats import BadFormat, Sidecar, decode_sidecar, digest_of, digest_of_save
+from .names import local_name, published_name, sidecar_name
+
+THREADS = 8
+
+Fetch = Callable[[SaveId, Place], None]
+
+
+def _ignore(fact: Fact) -> None:
+    """Nobody to be told."""
+
+
+@dataclass(frozen=True)
+class Where:
+    """What one rank can read.
+
+    save: the durable tier's folder. local: this node's folder of the local tier. fetch: brings the shard of another
+    node into `local`, over whatever is there of it, and raises if it cannot. on_bad: is told of each shard found
+    unusable.
+    """
+
+    save: Path | None = None
+    local: Path | None = None
+    node: str = ""
+    fetch: Fetch | None = None
+    on_bad: Callable[[Fact], None] = _ignore
+
+
+class BadShard(Exception):
+    """A shard cannot be used as it lies there. The text says why."""
+
+
+class RestoreError(RuntimeError):
+    """The state could not be restored from this save: what was tried, shard by shard, is in the text."""
+
+    def __init__(self, save: SaveId, reasons: list[str]) -> None:
+        self.step = save.step
+        self.reasons = reasons
+        listed = "".join(f"\n  {reason}" for reason in reasons)
+        super().__init__(f"{save} cannot be restored:{listed}")
+
+
+@dataclass(frozen=True)
+class Shard:
+    """One shard where it was found. digest: of its sidecar. node: whose copy it is, on the local tier.
+
+    wanted: bytes of it that the reader wants. misfits: what of it does not fit the reader's state, by name. Where
+    `Sources.survey` is set, `sidecar` has only items with such bytes: all items of all ranks may be more than fits in
+    memory.
+    """
+
+    rank: int
+    tier: Tier
+    node: str
+    folder: Path
+    sidecar: Sidecar
+    digest: bytes
+    wanted: int = 0
+    misfits: Mapping[str, str] = field(default_factory=dict[str, str])
+
+    def __str__(self) -> str:
+        return f"shard {self.rank}, {place_text(self.tier, self.node)}"
+
+
+def place_text(tier: Tier, node: str) -> str:
+    return f"local tier of {node}" if tier is Tier.LOCAL else "durable tier"
+
+
+def open_shard(folder: Path, rank: int, save: SaveId, world_size: int, tier: Tier, node: str) -> Shard:
+    """Read and check a shard's sidecar. Raises FileNotFoundError, or BadShard."""
+    path = folder / sidecar_name(rank)
+    try:
+        data = path.read_bytes()
+        sidecar = decode_sidecar(data)
+    except FileNotFoundError:
+        raise
+    except (OSError, BadFormat) as error:
+        raise BadShard(f"{path}: {error}") from error
+    if (sidecar.save, sidecar.rank, sidecar.world_size) != (save, rank, world_size):
+        raise BadShard(
+            f"{path} is of {sidecar.save}, rank {sidecar.rank} of {sidecar.world_size},"
+            f" not of {save}, rank {rank} of {world_size}"
+        )
+    return Shard(rank, tier, node, folder, sidecar, digest_of(data))
+
+
+class Sources:
+    """The places of each shard of one save; the present one of each until it is said to be bad.
+
+    survey: looks at each sidecar that is read, and may raise BadShard. It is called in several threads.
+    durable: the folder of the save on the durable tier, if it is not where that tier keeps published saves.
+    """
+
+    def __init__(self, resume: Resume, where: Where, durable: Path | None = None) -> None:
+        self.resume = resume
+        self.survey: Callable[[Shard], Shard] | None = None
+        self._where = where
+        self._local = where.local / local_name(resume.save) if where.local and resume.local else None
+        self._durable = durable
+        if durable is None and where.save and resume.durable:
+            self._durable = where.save / published_name(resume.step)
+        self._places: dict[int, list[Place]] = {}
+        for place in resume.places if self._local else ():
+            if place.node != where.node:
+                self._places.setdefault(place.rank, []).append(place)
+        self._next: dict[int, Iterator[Shard]] = {}
+        self._present: dict[int, Shard | None] = {}
+        self._refused: set[Tier] = set()
+        self._untold: list[Fact] = []
+        self.reasons: dict[int, list[str]] = {}
+        """By rank: why its shard could not be read where it was looked for."""
+
+    def near(self, rank: int) -> bool:
+        """Whether looking at the shard costs no transfer between nodes."""
+        if self._local is None or not self._places.get(rank):
+            return True
+        return self._present.get(rank) is not None or (self._local / sidecar_name(rank)).exists()
+
+    def present(self, rank: int) -> Shard | None:
+        """The shard from the best place not known to be bad; None if no place is left."""
+        if rank not in self._present:
+            self._start(rank)
+            self._tell()
+        return self._present[rank]
+
+    def _start(self, rank: int) -> None:
+        if rank not in self._present:
+            self._next[rank] = self._candidates(rank)
+            self._present[rank] = next(self._next[rank], None)
+
+    def look(self, ranks: Sequence[int]) -> None:
+        """Have `present` answered for all of them: many small files, which one after the other would take long."""
+        if len(ranks) > 1:
+            with ThreadPoolExecutor(min(THREADS, len(ranks))) as threads:
+                for _ in threads.map(self._start, ranks):
+                    pass
+            self._tell()
+
+    def reject(self, shard: Shard, why: str) -> Shard | None:
+        """This one is bad; the same shard from the next place."""
+        self._bad(shard.rank, shard.tier, shard.node, why)
+        self._present[shard.rank] = next(self._next[shard.rank], None)
+        self._tell()
+        return self._present[shard.rank]
+
+    def lost(self) -> list[str]:
+        """A line for each shard that was looked for and could be read nowhere."""
+        return [
+            f"shard {rank}: " + "; ".join(self.reasons.get(rank, ["nobody is known to hold it"]))
+            for rank, shard in sorted(self._present.items())
+            if shard is None
+        ]
+
+    def committed(self) -> bool:
+        """Whether all shards are those that the job committed. Looks at every sidecar; rejects a tier that is not."""
+        ranks = range(self.resume.world_size)
+        if not self.resume.digest:
+            return False
+        while None not in (shards := [self.present(rank) for rank in ranks]):
+            found = [shard for shard in shards if shard is not None]
+            digest = digest_of_save(shard.digest for shard in found)
+            if digest == self.resume.digest:
+                return True
+            if not self._must_match(found):
+                return False
+            self._reject_all(found, f"its sidecars' digest is {digest.hex()}, committed is {self.resume.digest.hex()}")
+        return False
+
+    def _must_match(self, shards: list[Shard]) -> bool:
+        """Whether these are the very sidecars that the digest is of.
+
+        It is of the local ones if the save is resumed from there, else of the durable ones. Those differ if the local
+        shards hold more than their share, and then a save that is on both tiers may have been named by either.
+        """
+        tiers = {shard.tier for shard in shards}
+        if tiers == {Tier.DURABLE}:
+            return not self.resume.local
+        more = any(shard.sidecar.extra for shard in shards)
+        return tiers == {Tier.LOCAL} and not (more and self.resume.durable)
+
+    def _reject_all(self, shards: list[Shard], why: str) -> None:
+        tier, node = shards[0].tier, self._where.node if shards[0].tier is Tier.LOCAL else ""
+        self._refused.add(tier)
+        self._untold.append(Fact(self.resume.save, What.BAD, tier, node=node, why=why))
+        for shard in shards:
+            self.reasons.setdefault(shard.rank, []).append(f"{place_text(shard.tier, shard.node)}: {why}")
+            self._present[shard.rank] = next(self._next[shard.rank], None)
+        self._tell()
+
+    def _tell(self) -> None:
+        """In the reader's own thread, whichever one found it."""
+        while self._untold:
+            self._where.on_bad(self._untold.pop(0))
+
+    def _bad(self, rank: int, tier: Tier, node: str, why: str) -> None:
+        self.reasons.setdefault(rank, []).append(f"{place_text(tier, node)}: {why}")
+        self._untold.append(Fact(self.resume.save, What.BAD, tier, rank, node, self.resume.world_size, why=why))
+
+    def _candidates(self, rank: int) -> Iterator[Shard]:
+        places = self._places.get(rank, [])
+        if self._local is not None and Tier.LOCAL not in self._refused:
+            yield from self._attempt(self._local, rank, Tier.LOCAL, self._where.node, may_lack=bool(places))
+            for place in places:
+                if Tier.LOCAL not in self._refused and self._fetched(place):
+                    yield from self._attempt(self._local, rank, Tier.LOCAL, place.node)
+        if self._durable is not None and Tier.DURABLE not in self._refused:
+            yield from self._attempt(self._durable, rank, Tier.DURABLE, "")
+
+    def _fetched(self, place: Place) -> bool:
+        if self._where.fetch is None:
+            return False
+        try:
+            self._where.fetch(self.resume.save, place)
+        except Exception as error:
+            self._bad(place.rank, Tier.LOCAL, place.node, f"could not be fetched: {type(error).__name__}: {error}")
+            return False
+        return True
+
+    def _attempt(self, folder: Path, rank: int, tier: Tier, node: str, *, may_lack: bool = False) -> Iterator[Shard]:
+        try:
+            shard = open_shard(folder, rank, self.resume.save, self.resume.world_size, tier, node)
+            yield shard if self.survey is None else self.survey(shard)
+        except FileNotFoundError:
+            if not may_lack:
+                self._bad(rank, tier, node, f"{folder / sidecar_name(rank)} is missing")
+        except BadShard as error:
+            self._bad(rank, tier, node, str(error))

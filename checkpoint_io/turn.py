@@ -1,0 +1,28 @@
+"""What a round is to the saves of one of its ranks."""
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+
+from torch.distributed import Store  # pyright: ignore[reportPrivateImportUsage]
+
+from ..protocol.checkpoints import Resume
+
+Around = Callable[[], AbstractContextManager[None]]
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """store: connects to the round's store, for ranks to agree; None: there is none.
+
+    section, atomic: put around a save: its time is told apart, and an interrupt waits for its end.
+    """
+
+    rank: int
+    world_size: int
+    epoch: int
+    round: int
+    resume: Resume | None = None
+    store: Callable[[], Store] | None = None
+    section: Around = nullcontext
+    atomic: Around = nullcontext

@@ -1,0 +1,143 @@
+"""What is said of checkpoints: which save, where its parts are, what became of them, what is to be done with them.
+
+A *save* is one attempt to save one step: (step, epoch, round). Its *shards* are one for each rank of the round's world.
+A shard is *written* when its bytes are durable where it was written; a save whose shards are all written on a tier is
+*complete* there; a complete save on the durable tier is *published* by its rename to `iter_NNNNNNN`.
+"""
+
+import hashlib
+from collections.abc import Iterable
+from enum import Enum
+
+import msgspec
+
+
+class Tier(str, Enum):
+    """Where a shard lies."""
+
+    LOCAL = "local"
+    """A folder of the node's own: fast, gone with the node."""
+    DURABLE = "durable"
+    """A folder that all nodes see."""
+
+
+class SaveId(msgspec.Struct, frozen=True, array_like=True, order=True, gc=False):
+    """One attempt to save a step.
+
+    epoch: which journal `round` belongs to: rounds start at 0 again when a job starts with a new journal.
+    """
+
+    step: int
+    epoch: int
+    round: int
+
+    def __str__(self) -> str:
+        return f"step {self.step} (round {self.round})"
+
+
+class What(str, Enum):
+    """What became of a shard (`rank` >= 0) or of a whole save (`rank` -1)."""
+
+    WRITTEN = "written"
+    """A shard: its bytes are durable."""
+    FAILED = "failed"
+    """A shard: it could not be written. `why`."""
+    BAD = "bad"
+    """A shard, or a whole save: it was found unusable when it was read. `why`."""
+    PUBLISHED = "published"
+    """A save on the durable tier: it has its final name."""
+    UNPUBLISHED = "unpublished"
+    """A save on the durable tier: publishing it failed. `why`."""
+    PRUNED = "pruned"
+    """A save on a tier (of `node`, where that is local): it is deleted."""
+    RESTORED = "restored"
+    """A rank has read all that it needs of it."""
+
+
+class Fact(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
+    """Something that happened to a save. True for ever; telling it twice changes nothing.
+
+    rank: of the save's own world, whose size is `world_size`. node: where, for the local tier; empty for the durable.
+    nbytes: the shard's size. digest: of the shard's sidecar, which holds those of its files (`checkpoint_io.formats`);
+    of a published save: of all sidecars, see `digest_of_save`. seconds: how long it took, from the call of `save`.
+    """
+
+    save: SaveId
+    what: What
+    tier: Tier
+    rank: int = -1
+    node: str = ""
+    world_size: int = 0
+    nbytes: int = 0
+    digest: bytes = b""
+    seconds: float = 0.0
+    why: str = ""
+
+
+class Place(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """Where one shard of a save can be read on the local tier: `node`, and the address of its depot."""
+
+    rank: int
+    node: str
+    address: str
+
+
+class Resume(msgspec.Struct, frozen=True, omit_defaults=True):
+    """From which save all ranks of a round resume.
+
+    world_size: of the world that saved it. digest: of the save (`digest_of_save`), empty if this job did not see it
+    written. durable: it is published on the durable tier. local: it is complete on the local tier; `places` then says
+    where the shards are that the reader's own node does not have.
+    """
+
+    save: SaveId
+    world_size: int
+    digest: bytes = b""
+    durable: bool = False
+    local: bool = False
+    places: tuple[Place, ...] = ()
+
+    @property
+    def step(self) -> int:
+        return self.save.step
+
+
+# ---- what an agent's depot is to do ---------------------------------------------------------------------------
+
+
+class Publish(msgspec.Struct, frozen=True, array_like=True):
+    """Give a complete save on the durable tier its final name. `digest`: see `digest_of_save`."""
+
+    save: SaveId
+    world_size: int
+    digest: bytes
+
+
+class Prune(msgspec.Struct, frozen=True, array_like=True):
+    """Delete a save from a tier: this node's part of it, where that is local; published or not, where it is durable."""
+
+    save: SaveId
+    tier: Tier
+
+
+class Replicate(msgspec.Struct, frozen=True, array_like=True):
+    """Fetch a shard of another node's local tier to this node's."""
+
+    save: SaveId
+    place: Place
+
+
+class DepotOrders(msgspec.Struct, frozen=True, omit_defaults=True):
+    """All that one agent's depot should have done; an order stands until a fact says that it is done."""
+
+    publish: tuple[Publish, ...] = ()
+    prune: tuple[Prune, ...] = ()
+    replicate: tuple[Replicate, ...] = ()
+
+
+NO_ORDERS = DepotOrders()
+
+
+def digest_of_save(sidecars: Iterable[bytes]) -> bytes:
+    """One digest for a whole save, from the digests of its sidecars in order of rank."""
+    return hashlib.blake2b(b"".join(sidecars), digest_size=16).digest()

@@ -1,0 +1,97 @@
+"""Kills processes at chosen moments of a save. Every Python process of a job imports this when its folder is in
+PYTHONPATH, and acts only if FAULTS_KILLS names a file of kills.
+
+They happen one after the other, each once: just before the first file operation of the named program that fits, after
+the one before it has happened and a save has been published since.
+"""
+
+import contextlib
+import json
+import os
+import signal
+import sys
+from typing import Any
+
+
+def parent_of(pid: int) -> int:
+    with open(f"/proc/{pid}/stat", "rb") as file:
+        return int(file.read().rpartition(b")")[2].split()[1])
+
+
+def children_of(pid: int) -> list[int]:
+    found: list[int] = []
+    for thread in os.listdir(f"/proc/{pid}/task"):
+        with open(f"/proc/{pid}/task/{thread}/children") as file:
+            found += map(int, file.read().split())
+    return found
+
+
+def command_of(pid: int) -> str:
+    with open(f"/proc/{pid}/cmdline", "rb") as file:
+        return file.read().replace(b"\0", b" ").decode()
+
+
+def victims_of(kill: dict[str, Any]) -> list[int]:
+    me = os.getpid()
+    if kill["victim"] == "itself":
+        return [me]
+    if kill["victim"] == "parent":
+        return [parent_of(me)]
+    if kill["victim"] == "controller":
+        with open(kill["endpoint"]) as file:
+            return [json.load(file)["process"][1]]
+    # All ranks: this is a writer, and its parent's siblings that run the trainer are the others.
+    agent = parent_of(parent_of(me))
+    return [pid for pid in children_of(agent) if "train.py" in command_of(pid) or pid == parent_of(me)]
+
+
+def fits(kill: dict[str, Any], event: str, arguments: tuple[Any, ...]) -> bool:
+    if event != kill["event"]:
+        return False
+    paths = [os.fsdecode(each) for each in arguments[:2] if isinstance(each, str | bytes | os.PathLike)]
+    path = paths[-1 if event == "os.rename" and kill["to"] else 0] if paths else ""
+    return all(part in path for part in kill["parts"])
+
+
+def is_due(kill: dict[str, Any], folder: str) -> bool:
+    """Whether the one before it is over: a save has been published since."""
+    try:
+        since = os.stat(f"{folder}/done-{kill['after']}").st_mtime_ns if kill["after"] else 0
+        return any(
+            "." not in each.name and each.stat().st_ctime_ns > since
+            for each in os.scandir(kill["saves"])
+            if each.name.startswith("iter_")
+        )
+    except FileNotFoundError:
+        return False
+
+
+def install(kills: list[dict[str, Any]], folder: str) -> None:
+    def hook(event: str, arguments: tuple[Any, ...]) -> None:
+        if event not in events:
+            return
+        for kill in mine:
+            if fits(kill, event, arguments) and is_due(kill, folder) and claim(folder, kill["name"]):
+                for pid in victims_of(kill):
+                    with contextlib.suppress(ProcessLookupError):
+                        os.kill(pid, signal.SIGKILL)
+
+    program = " ".join(sys.orig_argv)
+    mine = [kill for kill in kills if f"checkpoint_io.{kill['program']}" in program]
+    events = {kill["event"] for kill in mine}
+    if mine:
+        sys.addaudithook(hook)
+
+
+def claim(folder: str, name: str) -> bool:
+    """Whether nobody has done it before. Its own `open` is looked at as well, and fits nothing."""
+    try:
+        os.close(os.open(f"{folder}/done-{name}", os.O_CREAT | os.O_EXCL | os.O_WRONLY))
+    except FileExistsError:
+        return False
+    return True
+
+
+if "FAULTS_KILLS" in os.environ:
+    with open(os.environ["FAULTS_KILLS"]) as described:
+        install(json.load(described), os.environ["FAULTS_FOLDER"])
