@@ -22,7 +22,7 @@ from pathlib import Path
 import trio
 
 from ..protocol.checkpoints import DepotOrders, Fact, Prune, Publish, Replicate, SaveId, Tier, What
-from .catalog import BAD, facts_of, read_sidecar, scan_durable, scan_local
+from .catalog import BAD, Kind, facts_of, read_sidecar, scan_durable, scan_local
 from .depot_messages import AnOrder, Begin, describe, failures
 from .fetch import FetchError, fetch_shard
 from .fetch import sweep as sweep_fetches
@@ -231,5 +231,12 @@ def local_stock(begin: Begin) -> tuple[Fact, ...]:
 
 
 def durable_stock(begin: Begin) -> tuple[Fact, ...]:
-    """Raises OSError."""
-    return () if begin.save is None else facts_of(scan_durable(Path(begin.save)))
+    """What is published there, and what is unfinished: the controller knows who is still at it. What was half deleted
+    is removed. Raises OSError."""
+    if begin.save is None:
+        return ()
+    founds = scan_durable(Path(begin.save))
+    unfinished = [each.save for each in founds if each.kind is Kind.SAVING and each.save is not None]
+    sweep(Path(begin.save), unfinished)
+    left = (Fact(save, What.UNPUBLISHED, Tier.DURABLE, why="unfinished") for save in unfinished)
+    return (*facts_of(founds), *left)

@@ -136,10 +136,12 @@ class Stock(msgspec.Struct, frozen=True, tag="stock"):
     steps, if they are too many for one message: what more of it follows adds to it.
 
     address: where depots of other nodes, and restoring ranks, can read this node's shards; empty if nowhere.
+    durable: whether it has looked through the durable tier as well.
     """
 
     address: str
     facts: tuple[Fact, ...]
+    durable: bool = True
 
 
 class Remark(msgspec.Struct, frozen=True, tag="remark", omit_defaults=True):

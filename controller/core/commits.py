@@ -55,6 +55,7 @@ class Commits:
         if agent is None:
             return
         agent.depot = event.address
+        agent.has_looked = agent.has_looked or event.durable
         self._job.depots.changed()
         self._take(event.agent, event.facts, stock=True)
         self._job.directives.dirty(agent)
@@ -90,6 +91,8 @@ class Commits:
             self._held(record, fact)
         if not tier.complete and len(tier.digests) == record.world_size:
             self._complete(record, fact.tier, round)
+        elif tier.is_hopeless(record.world_size):
+            self.drop(record, fact.tier)
 
     def _held(self, record: SaveRecord, fact: Fact) -> None:
         """A node has a shard: its own, or a copy of another's."""
@@ -187,6 +190,10 @@ class Commits:
                 self._publish_if_wanted(record)
 
     def _unpublished(self, fact: Fact, agent: AgentRecord, stock: bool) -> None:
+        if stock:
+            if fact.save.epoch != self._job.epoch:
+                self.orders.prune_durable(fact.save, agent)  # what an earlier job has left unfinished
+            return
         publication = self.orders.publications.get(fact.save)
         if publication is None or publication.agent != agent.name:
             return  # done meanwhile, or another one's turn
@@ -205,10 +212,14 @@ class Commits:
         if copy and fact.save not in self.records:
             return
         record = self._record(fact)
-        failures = record.on(fact.tier).failures
-        if fact.why not in failures:
-            commit_lines.tell_failed(self._job, record, fact, len(failures), copy=copy)
-            failures[fact.why] = fact.rank if not copy else -1
+        tier = record.on(fact.tier)
+        if fact.why not in tier.failures:
+            commit_lines.tell_failed(self._job, record, fact, len(tier.failures), copy=copy)
+            tier.failures[fact.why] = fact.rank if not copy else -1
+        if not copy and not tier.dropped and 0 <= fact.rank < record.world_size:
+            tier.failed.add(fact.rank)
+            if tier.is_hopeless(record.world_size):
+                self.drop(record, fact.tier)
 
     def _bad(self, fact: Fact, agent: AgentRecord, stock: bool) -> None:
         record = self._record(fact)
@@ -301,6 +312,11 @@ class Commits:
         if not self.wanted:
             return []
         return [agent for agent in self._job.roster.agents.values() if agent.attached and agent.depot is None]
+
+    @property
+    def is_blind(self) -> bool:
+        """Nobody has told yet what is on the durable tier."""
+        return self._job.settings.save is not None and not any(a.has_looked for a in self._job.roster.agents.values())
 
     @property
     def wanted(self) -> bool:

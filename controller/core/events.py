@@ -69,11 +69,15 @@ class Saved(msgspec.Struct, frozen=True, tag="saved"):
 
 
 class Stocked(msgspec.Struct, frozen=True, tag="stocked"):
-    """An agent's depot has started: which checkpoints it found, and where it can be read from; empty if nowhere."""
+    """An agent's depot has started: which checkpoints it found, and where it can be read from; empty if nowhere.
+
+    durable: whether it has looked through the durable tier as well.
+    """
 
     agent: AgentName
     address: str
     facts: tuple[Fact, ...]
+    durable: bool = True
 
 
 class Tick(msgspec.Struct, frozen=True, tag="tick"):
@@ -100,6 +104,6 @@ def event_of(agent: AgentName, message: messages.FromAgent) -> Event | None:
         case messages.Saved():
             return Saved(agent, message.facts)
         case messages.Stock():
-            return Stocked(agent, message.address, message.facts)
+            return Stocked(agent, message.address, message.facts, message.durable)
         case _:
             return None

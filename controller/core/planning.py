@@ -20,7 +20,7 @@ from .verdict import count_late_faults, tell_story
 if TYPE_CHECKING:
     from .job import Job
 
-_STOCK, _PUBLISH = "stock", "publish"
+_STOCK, _BLIND, _PUBLISH = "stock", "blind", "publish"
 
 START_FAILURES_LIMIT = 2
 """Processes in a row that may die in a slot before they reach the gate; then the slot stays empty."""
@@ -79,11 +79,14 @@ class Planning:
     def _stocked(self) -> bool:
         """Whether all agents have said which checkpoints they have found, or have had their time for it."""
         job = self._job
-        missing = job.commits.stock_missing
-        if not missing:
+        missing, is_blind = job.commits.stock_missing, job.commits.is_blind
+        if not missing and not is_blind:
             return True
         if _STOCK not in job.timers:
             job.arm(_STOCK, STOCK_TIMEOUT_S)
+            job.arm(_BLIND, job.settings.forming_timeout)
+        if is_blind:
+            return job.due(_BLIND) and self._stays_blind()
         if not job.due(_STOCK):
             return False
         who = wording.listing(agent.name for agent in missing)
@@ -91,8 +94,17 @@ class Planning:
         job.tell("stock_late", text, level="warning")
         return True
 
+    def _stays_blind(self) -> bool:
+        """To begin anew beside checkpoints that nobody could see would be worse than to end."""
+        settings = self._job.settings
+        text = f"no agent could look through {settings.save} within {settings.forming_timeout:g} s (forming_timeout)"
+        why = "the training would begin anew, whatever is there"
+        reason = f"{text}, and without that {why}; see to the file system, or unset save"
+        return self._job.end(ExitCode.NOT_FORMED, reason)
+
     def _formed(self) -> bool:
         self._job.timers.pop(_STOCK, None)
+        self._job.timers.pop(_BLIND, None)
         self._job.timers.pop("forming", None)
         self._job.arm("respawn", 0.0)
         self._job.move(JobPhase.PLANNING)

@@ -12,7 +12,10 @@ from ...protocol.names import AgentName, ProcessId, Slot
 
 
 class AgentRecord:
-    """One agent process. depot: where its node's shards can be read; None until it has taken stock of them."""
+    """One agent process. depot: where its node's shards can be read; None until it has taken stock of them.
+
+    has_looked: it has told what is on the durable tier.
+    """
 
     __slots__ = (
         "address",
@@ -20,6 +23,7 @@ class AgentRecord:
         "depot",
         "expected",
         "group",
+        "has_looked",
         "host",
         "lost",
         "name",
@@ -41,6 +45,7 @@ class AgentRecord:
         self.attached = True
         self.lost = False
         self.depot: str | None = None
+        self.has_looked = False
         self.slots: dict[Slot, SlotRecord] = {}
 
     @property

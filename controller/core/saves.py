@@ -16,13 +16,15 @@ class OnTier:
 
     digests: of the sidecars that are written, by rank. holders: rank -> nodes that have its shard (local tier).
     complete: all shards were written, before the round after it was planned. failures: what went wrong, and for whom
-    first. bad: the whole is unusable; bad_shards: single ones are, (rank, node). struck: rounds that resumed from it
-    failed. dropped: it is to be deleted, or is deleted. seconds: from the call of `save` to the last shard.
+    first. failed: ranks that could not write, or skipped it. bad: the whole is unusable; bad_shards: single ones are,
+    (rank, node). struck: rounds that resumed from it failed. dropped: it is to be deleted, or is deleted. seconds:
+    from the call of `save` to the last shard.
     """
 
     digests: dict[int, bytes] = field(default_factory=dict[int, bytes])
     holders: dict[int, list[str]] = field(default_factory=dict[int, list[str]])
     failures: dict[str, int] = field(default_factory=dict[str, int])
+    failed: set[int] = field(default_factory=set[int])
     bad_shards: set[tuple[int, str]] = field(default_factory=set[tuple[int, str]])
     complete: bool = False
     bad: bool = False
@@ -30,6 +32,10 @@ class OnTier:
     dropped: bool = False
     nbytes: int = 0
     seconds: float = 0.0
+
+    def is_hopeless(self, world_size: int) -> bool:
+        """Every rank has answered, and not every one has written."""
+        return bool(self.failed) and not self.complete and len(self.failed | self.digests.keys()) >= world_size
 
     @property
     def sound(self) -> bool:

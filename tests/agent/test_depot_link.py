@@ -40,7 +40,7 @@ class Agent:
             env,
             DepotHandlers(
                 saved=self.facts.extend,
-                found=lambda address, facts: self.found.append(address),
+                found=lambda address, facts, durable: self.found.append(address),
                 write=lambda level, text: self.lines.append(text),
             ),
         )

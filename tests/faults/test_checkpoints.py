@@ -72,17 +72,16 @@ WRITER: dict[str, Kill] = {
     "sidecar is renamed, all": ("writer", "os.rename", ("__1.shard",), True, "ranks"),
 }
 DEPOT: dict[str, Kill] = {
-    "metadata is opened": ("depot", "open", (".saving-", "metadata"), False, "itself"),
+    "metadata is opened": ("depot", "open", (".saving-", "metadata"), False, "controller"),
     "metadata is renamed": ("depot", "os.rename", ("/.metadata",), True, "itself"),
     "mcore is renamed": ("depot", "os.rename", ("/metadata.json",), True, "controller"),
-    "manifest is opened": ("depot", "open", ("manifest.json", ".saving-"), False, "controller"),
     "manifest is renamed": ("depot", "os.rename", ("/manifest.json",), True, "itself"),
+    "manifest is renamed, controller": ("depot", "os.rename", ("/manifest.json",), True, "controller"),
     "folder is renamed": ("depot", "os.rename", (".saving-",), False, "itself"),
     "folder is renamed, controller": ("depot", "os.rename", (".saving-",), False, "controller"),
     "tracker is renamed": ("depot", "os.rename", ("latest_checkpointed",), True, "itself"),
     "tracker is renamed, controller": ("depot", "os.rename", ("latest_checkpointed",), True, "controller"),
     "old save is pruned": ("depot", "os.rename", (".trash-",), True, "itself"),
-    "old save is deleted": ("depot", "os.rmdir", (".trash-",), False, "itself"),
     "old save is deleted, controller": ("depot", "os.rmdir", (".trash-",), False, "controller"),
 }
 
@@ -131,7 +130,7 @@ def test_killed_while_shards_are_written(launch: Callable[..., Job], tmp_path: P
 
 @pytest.mark.timeout(300)
 def test_killed_while_a_save_is_published(launch: Callable[..., Job], tmp_path: Path) -> None:
-    """The depot or the controller, at twelve points from the last shard to the deletion of an old save."""
+    """The depot or the controller, at eleven points from the last shard to the deletion of an old save."""
     env = injected(tmp_path, DEPOT)
     job = train(launch, tmp_path / "saves", env=env, most_recent_k=2, nodes=("n0", "n1"), nproc=1, heartbeat_timeout=3)
     for name, each in DEPOT.items():

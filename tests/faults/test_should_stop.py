@@ -160,18 +160,17 @@ def test_another_controller_finishes_what_the_first_began(launch: Callable[..., 
     assert_left_together(job, 4, 143)
 
 
-def test_the_example_saves_a_checkpoint_when_it_leaves(launch: Callable[..., Job]) -> None:
+def test_the_example_saves_a_checkpoint_when_it_leaves(launch: Callable[..., Job], tmp_path: Path) -> None:
     source = f"""
         import runpy
-        sys.argv = ["train_gpt.py", "--steps=100000", "--checkpoint-every=10", "--checkpoint-dir=checkpoints"]
+        sys.argv = ["train_gpt.py", "--steps=100000"]
         runpy.run_path({str(EXAMPLE)!r}, run_name="__main__")
         """
-    job = launch(source, nproc=2, termination_grace_time=15)
-    folder = job.folder / "checkpoints"
-    job.wait_for(lambda: (folder / "step_00000010.pt").exists(), "the first checkpoint")
+    job = launch(source, nproc=2, termination_grace_time=15, save=tmp_path / "saves", save_interval=10)
+    job.wait_log("checkpoint", "step 10 ")
     job.agents["n0"].send_signal(signal.SIGTERM)
     assert job.wait_end() == 143
     step = int(re.findall(r"final step=(\d+) ", job.output())[0])
     assert job.log("stop_step")[0]["step"] == step
-    assert (folder / f"step_{step:08d}.pt").exists()
+    assert (tmp_path / "saves" / f"iter_{step:07d}" / ".metadata").exists()
     assert job.log("kill") == []

@@ -35,9 +35,7 @@ def round(page: BeatPage) -> Round:
     page.begin_round(3)
     flight = Flight(3, _NoAbort(), lambda: None)
     checkpoints = Checkpoints({}, lambda fact: None, lambda level, text: None)
-    return Round(
-        flight, page.words, rank=0, world_size=1, local_rank=0, local_world_size=1, checkpoints=checkpoints
-    )
+    return Round(flight, page.words, rank=0, world_size=1, local_rank=0, local_world_size=1, checkpoints=checkpoints)
 
 
 def test_the_agent_reads_what_the_rank_writes(page: BeatPage, round: Round) -> None:

@@ -6,8 +6,8 @@ checkpoints. It is a session of its own, carries the agent's token, so that the 
 closes.
 
 Rules. Nothing here waits for the depot: what it should do is one state, and it is sent when it can take it. A depot
-that dies is replaced and told again, a few times; after that all that is ordered is answered as failed, so that nobody
-waits.
+that dies is replaced and told again. One that dies too often is done without for a while: then all that is ordered is
+answered as failed, so that nobody waits.
 """
 
 import os
@@ -44,6 +44,9 @@ RESTARTS = 5
 
 RESTART_WINDOW_S = 60.0
 RESTART_PAUSE_S = 0.2
+WITHOUT_S = 60.0
+"""How long none is started when one has died too often."""
+
 FINISH_S = 5.0
 """How long the depot may take, at the end of the job, to publish what is ordered."""
 
@@ -61,8 +64,8 @@ class DepotHandlers:
     """What is done with what the depot says; all are called in the agent's trio thread and return at once."""
 
     saved: Callable[[tuple[Fact, ...]], None]
-    found: Callable[[str, tuple[Fact, ...]], None]
-    """Address and facts of a `Stock`."""
+    found: Callable[[str, tuple[Fact, ...], bool], None]
+    """What a `Stock` says."""
     write: Callable[[str, str], None]
     """Level and text of a line for the log."""
 
@@ -134,24 +137,26 @@ class DepotLink:
             deaths = [at for at in deaths if now - at < RESTART_WINDOW_S] + [now]
             if len(deaths) > RESTARTS:
                 await self._do_without(f"the depot {why}, the {len(deaths)}th time within {RESTART_WINDOW_S:g} s")
-                return
+                continue
             self._on.write("warning", f"depot: {why}; another one is started")
             await trio.sleep(RESTART_PAUSE_S)
 
     async def _do_without(self, why: str) -> None:
-        """No depot can live here: every order is answered, so that nobody waits for one."""
-        self._on.write("error", f"depot: {why}; no checkpoint is published, copied or deleted by this agent any more")
-        self._on.found("", ())
+        """For a while no depot can live here: every order is answered, so that nobody waits for one."""
+        pause = f"another one is started in {WITHOUT_S:g} s, until then this agent publishes and copies no checkpoint"
+        self._on.write("error", f"depot: {why}; {pause}")
         assert self._begin is not None
         told: frozenset[Publish | Replicate] = frozenset()
-        while not self._finishing:
+        until = trio.current_time() + WITHOUT_S
+        while not self._finishing and trio.current_time() < until:
             orders = (*self._orders.publish, *self._orders.replicate)
             facts = failures([order for order in orders if order not in told], self._begin.node, why)
             told = frozenset(orders)
             if facts:
                 self._said_done(facts)
             self._bell = trio.Event()
-            await self._bell.wait()
+            with trio.move_on_at(until):
+                await self._bell.wait()
 
     async def _serve_once(self, begin: Begin) -> str:
         """Run one depot until it ends; how it ended."""
@@ -227,7 +232,7 @@ class DepotLink:
         message = decode_from_depot(frame)
         match message:
             case Found():
-                self._on.found(message.address, message.facts)
+                self._on.found(message.address, message.facts, self._begin is not None and self._begin.durable)
             case Done():
                 self._said_done(message.facts)
             case Line():

@@ -133,8 +133,8 @@ class Link:
     def saved(self, facts: tuple[Fact, ...]) -> None:
         self._push(encode_body(Saved(facts)))
 
-    def stock(self, address: str, facts: tuple[Fact, ...]) -> None:
-        self._push(encode_body(Stock(address, facts)))
+    def stock(self, address: str, facts: tuple[Fact, ...], durable: bool) -> None:
+        self._push(encode_body(Stock(address, facts, durable)))
 
     def ask_stop(self, code: int, reason: str) -> None:
         self._push(encode_body(StopRequest(code, reason)))

@@ -4,11 +4,13 @@ import msgspec
 import pytest
 
 from perdure.controller.core.commits import STOCK_TIMEOUT_S
-from perdure.controller.core.events import Opened
+from perdure.controller.core.events import Opened, Stocked
 from perdure.controller.core.job import Job
 from perdure.controller.core.rounds import JobPhase
 from perdure.protocol.checkpoints import NO_ORDERS, Publish, SaveId, What, digest_of_save
+from perdure.protocol.exit_codes import ExitCode
 from perdure.protocol.messages import Phase, Stage
+from perdure.protocol.names import AgentName
 
 from .bank import BOTH, DURABLE, LOCAL, Bank
 from .test_job_ends import complete
@@ -144,6 +146,45 @@ def test_failures_are_told_once_for_each_reason() -> None:
     for rank in range(40):
         bank.say("n0", bank.fact(save, What.FAILED, DURABLE, rank % 4, why=f"EIO in file {rank}"))
     assert len(bank.told("save_failed")) == 4
+
+
+@pytest.mark.parametrize("last", ["written", "failed"])
+def test_a_save_that_a_rank_has_failed_or_skipped_is_deleted_when_all_have_answered(last: str) -> None:
+    bank = Bank((2, 2)).open()
+    save = bank.save(100)
+    first, then = ((3,), (0, 1, 2)) if last == "written" else ((0, 1, 2), (3,))
+    for ranks in (first, then):
+        assert bank.pruned("n0", DURABLE) == []
+        for rank in ranks:
+            if rank == 3:
+                bank.say("n1", bank.fact(save, What.FAILED, DURABLE, rank, why="skipped"))
+            else:
+                bank.written(100, DURABLE, (rank,))
+    assert bank.pruned("n0", DURABLE) == [100]
+    assert bank.orders("n0").publish == ()
+
+
+def test_what_an_earlier_job_has_left_unfinished_is_deleted() -> None:
+    bank = Bank()
+    bank.job.epoch = 7
+    left, ours = SaveId(100, 6, 2), SaveId(100, 7, 0)
+    bank.stock["n0"] = [bank.fact(save, What.UNPUBLISHED, DURABLE, why="unfinished") for save in (left, ours)]
+    bank.open()
+    assert [order.save for order in bank.orders("n0").prune] == [left]
+
+
+def test_nothing_begins_anew_while_nobody_has_seen_the_durable_tier() -> None:
+    bank = Bank()
+    bank.attach()
+    for agent in bank.nodes:
+        bank.do(Stocked(AgentName(agent), f"tcp://{agent}", (), durable=False))
+    bank.gate(*bank.states)
+    bank.wait()
+    assert bank.phase is JobPhase.FORMING
+    while bank.phase is JobPhase.FORMING:
+        bank.wait()
+    assert bank.job.code == ExitCode.NOT_FORMED
+    assert "no agent could look through /save within" in bank.job.reason
 
 
 def test_the_epoch_is_the_first_controllers_wall_time_for_ever() -> None:
