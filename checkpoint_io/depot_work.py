@@ -152,6 +152,8 @@ class Work:
                 self._tell(call.facts)
 
     def _failed(self, order: AnOrder, why: str) -> tuple[Fact, ...]:
+        if order not in self._wanted:
+            return ()  # what is copied may be deleted meanwhile
         self._log("warning", f"depot: cannot {describe(order)}: {why}")
         return failures((order,), self._begin.node, why)
 

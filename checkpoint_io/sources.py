@@ -117,8 +117,11 @@ class Sources:
         if durable is None and where.save and resume.durable:
             self._durable = where.save / published_name(resume.step)
         self._places: dict[int, list[Place]] = {}
+        self._own: set[int] = set()
         for place in resume.places if self._local else ():
-            if place.node != where.node:
+            if place.node == where.node:
+                self._own.add(place.rank)
+            else:
                 self._places.setdefault(place.rank, []).append(place)
         self._next: dict[int, Iterator[Shard]] = {}
         self._present: dict[int, Shard | None] = {}
@@ -215,8 +218,9 @@ class Sources:
 
     def _candidates(self, rank: int) -> Iterator[Shard]:
         places = self._places.get(rank, [])
+        may_lack = bool(places) and rank not in self._own
         if self._local is not None and Tier.LOCAL not in self._refused:
-            yield from self._attempt(self._local, rank, Tier.LOCAL, self._where.node, may_lack=bool(places))
+            yield from self._attempt(self._local, rank, Tier.LOCAL, self._where.node, may_lack=may_lack)
             for place in places:
                 if Tier.LOCAL not in self._refused and self._fetched(place):
                     yield from self._attempt(self._local, rank, Tier.LOCAL, place.node)

@@ -87,7 +87,7 @@ class Resume(msgspec.Struct, frozen=True, omit_defaults=True):
 
     world_size: of the world that saved it. digest: of the save (`digest_of_save`), empty if this job did not see it
     written. durable: it is published on the durable tier. local: it is complete on the local tier; `places` then says
-    where the shards are that the reader's own node does not have.
+    where the shards are, but for those that are on the reader's own node alone.
     """
 
     save: SaveId

@@ -1,4 +1,8 @@
-"""What a round resumes from, as each node is told it: the same save for all, and the places of the shards it lacks."""
+"""What a round resumes from, as each node is told it: the same save for all, and where its shards are.
+
+Of a shard that is on the reader's node alone nothing is told. If there are others, they are all told, its own as well:
+what a node has may turn out to be bad.
+"""
 
 from __future__ import annotations
 
@@ -43,6 +47,7 @@ class Choice:
         known = self._for_node.get(key)
         if known is None:
             own = self.own.get(key, set())
-            places = tuple(place for rank, each in self.places.items() if rank not in own for place in each)
+            told = (each for rank, each in self.places.items() if rank not in own or len(each) > 1)
+            places = tuple(place for each in told for place in each)
             known = self._for_node[key] = msgspec.structs.replace(self.resume, places=places)
         return known

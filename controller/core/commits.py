@@ -207,7 +207,7 @@ class Commits:
 
     def _failed(self, fact: Fact, agent: AgentRecord, stock: bool) -> None:
         copy = self.orders.replicated(fact.save, fact.rank, fact.node)
-        if not copy and self._round_of(fact) is None:
+        if not copy and not self._is_of_its_rank(fact):
             return
         if copy and fact.save not in self.records:
             return
@@ -332,6 +332,12 @@ class Commits:
         if round is None or save.round != round.index or save.epoch != self._job.epoch:
             return None
         return round if fact.world_size in (0, round.size) else None
+
+    def _is_of_its_rank(self, fact: Fact) -> bool:
+        """Whether a rank of the present round says it of its own shard; else it is of a copy that nobody wants now."""
+        round = self._round_of(fact)
+        seat = round.seats.get(fact.rank) if round is not None else None
+        return seat is not None and fact.node in ("", seat.agent.node)
 
     def _is_over(self, save: SaveId) -> bool:
         """Whether it is of a round of this job before the present one."""

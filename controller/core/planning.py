@@ -20,7 +20,7 @@ from .verdict import count_late_faults, tell_story
 if TYPE_CHECKING:
     from .job import Job
 
-_STOCK, _BLIND, _PUBLISH = "stock", "blind", "publish"
+_STOCK, _PUBLISH = "stock", "publish"
 
 START_FAILURES_LIMIT = 2
 """Processes in a row that may die in a slot before they reach the gate; then the slot stays empty."""
@@ -54,6 +54,8 @@ class Planning:
         if left:
             why = "some ranks wait in the resilient function, but these exited with code 0 without calling it"
             return job.end(ExitCode.FAILED, f"{why}: {wording.missing(left)}")
+        if job.commits.is_blind:
+            return job.due("forming") and self._stays_blind()
         return self._stocked() and self._formed()
 
     def _formed_late(self, missing_agents: int) -> bool:
@@ -73,21 +75,20 @@ class Planning:
         if ready < needed:
             ranks = "rank is" if ready == 1 else "ranks are"
             return job.end(ExitCode.NOT_FORMED, f"{text}; {ready} {ranks} ready, at least {needed} needed")
+        if job.commits.is_blind:
+            return self._stays_blind()
         job.tell("forming_late", f"starting with {ready} ranks; {text}", level="warning")
         return self._formed()
 
     def _stocked(self) -> bool:
         """Whether all agents have said which checkpoints they have found, or have had their time for it."""
         job = self._job
-        missing, is_blind = job.commits.stock_missing, job.commits.is_blind
-        if not missing and not is_blind:
+        missing = job.commits.stock_missing
+        if not missing:
             return True
         if _STOCK not in job.timers:
             job.arm(_STOCK, STOCK_TIMEOUT_S)
-            job.arm(_BLIND, job.settings.forming_timeout)
-        if is_blind:
-            return job.due(_BLIND) and self._stays_blind()
-        if not job.due(_STOCK):
+        if not job.due(_STOCK) and not job.due("forming"):
             return False
         who = wording.listing(agent.name for agent in missing)
         text = f"starting without the checkpoints of {who}: not told within {STOCK_TIMEOUT_S:g} s what is there"
@@ -104,7 +105,6 @@ class Planning:
 
     def _formed(self) -> bool:
         self._job.timers.pop(_STOCK, None)
-        self._job.timers.pop(_BLIND, None)
         self._job.timers.pop("forming", None)
         self._job.arm("respawn", 0.0)
         self._job.move(JobPhase.PLANNING)

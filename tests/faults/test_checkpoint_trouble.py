@@ -133,7 +133,7 @@ def test_a_frozen_file_system(launch: Callable[..., Job], tmp_path: Path) -> Non
     newest = published(folder)
     said = wait_new(job, before, "save_failed", "is stuck and was killed")
     assert str(folder) in said, said
-    wait_new(job, before, "note", "both buffers are in use")
+    wait_new(job, before, "rank", "both buffers are in use")
     job.wait_for(lambda: job.events("saved", rank=1)[-1].more["step"] > newest[-1] + 5 * INTERVAL, "training to go on")
     assert published(folder) == newest, "nobody was there to publish it"
     os.kill(stuck[1], signal.SIGCONT)
@@ -210,7 +210,7 @@ def test_a_stopped_writer_makes_saves_skip(launch: Callable[..., Job], tmp_path:
     stopped = writer_of(job, 1)
     before = stamp(job)
     freeze(stopped)
-    said = wait_new(job, before, "note", "both buffers are in use")
+    said = wait_new(job, before, "rank", "both buffers are in use")
     skipped = int(said.split("step ")[1].split()[0])
     os.kill(stopped, signal.SIGCONT)
     wait_next(job, folder, after=skipped)

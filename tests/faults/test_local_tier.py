@@ -60,8 +60,19 @@ def holders(job: Job, step: int) -> list[int]:
 
 
 def wait_kept(job: Job, step: int, copies: int = 1) -> None:
-    """Wait until each shard of this local save is on so many nodes."""
-    job.wait_for(lambda: (kept := holders(job, step)) and min(kept) >= copies, f"{copies} copies of step {step}")
+    """Wait until each shard of this local save is on so many nodes. The journal is read again when it has grown."""
+    seen = -1
+
+    def kept() -> bool:
+        nonlocal seen
+        size = (job.run_dir / "journal").stat().st_size
+        if size == seen:
+            return False
+        seen = size
+        numbers = holders(job, step)
+        return bool(numbers) and min(numbers) >= copies
+
+    job.wait_for(kept, f"{copies} copies of step {step}")
 
 
 def wait_published(job: Job, folder: Path, step: int) -> None:

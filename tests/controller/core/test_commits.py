@@ -179,10 +179,8 @@ def test_nothing_begins_anew_while_nobody_has_seen_the_durable_tier() -> None:
     for agent in bank.nodes:
         bank.do(Stocked(AgentName(agent), f"tcp://{agent}", (), durable=False))
     bank.gate(*bank.states)
-    bank.wait()
     assert bank.phase is JobPhase.FORMING
-    while bank.phase is JobPhase.FORMING:
-        bank.wait()
+    bank.wait()
     assert bank.job.code == ExitCode.NOT_FORMED
     assert "no agent could look through /save within" in bank.job.reason
 
