@@ -18,8 +18,6 @@ if TYPE_CHECKING:
     from ..checkpoint_io.checkpointer import Checkpointer
     from .round import Round
 
-WAIT_LIMIT_S = 86_400.0
-"""Longer than any save_timeout, which bounds the wait."""
 STORE_LIMIT_S = 60.0
 """To connect to the round's store."""
 NO_FOLDER = (
@@ -56,11 +54,13 @@ class Checkpoints:
             self._tell_round(made, round)
         return made
 
-    def finish(self, round: "Round") -> None:
-        """The function has returned: wait until what it saved in this round is durable. That is no hang."""
+    def finish(self) -> None:
+        """The function has returned on all ranks: wait until what it saved is durable, at most `save_timeout`.
+
+        Not before all have returned: the limit for that is another, and shorter.
+        """
         if self._checkpointer is not None:
-            with round.pause(max=WAIT_LIMIT_S):
-                self.get(round).finish()
+            self._checkpointer.finish()
 
     def close(self) -> None:
         made, self._checkpointer, self._told_of = self._checkpointer, None, None

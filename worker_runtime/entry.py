@@ -147,6 +147,7 @@ class _Session:
             if attempt.returned:
                 order = self._returned(attempt)
                 if isinstance(order, Finish):
+                    self._around.checkpoints.finish()
                     attempt.end()
                     return attempt.value if order.code == 0 else _leave(order)
                 following = order

@@ -324,6 +324,22 @@ class Commits:
         settings = self._job.settings
         return settings.save is not None or settings.non_persistent_local_ckpt_dir is not None
 
+    def owing(self, round: Round) -> set[int]:
+        """Ranks that have not told what became of their shard of a save of this round, which others have told of."""
+        tiers = (
+            (record, tier)
+            for record in self.records.values()
+            if record.save.epoch == self._job.epoch and record.save.round == round.index
+            for tier in (record.local, record.durable)
+            if tier.in_use and not tier.complete
+        )
+        return {
+            rank
+            for record, tier in tiers
+            for rank in range(record.world_size)
+            if rank not in tier.digests and rank not in tier.failed
+        }
+
     # ---- helpers ----------------------------------------------------------------------------------------------
 
     def _round_of(self, fact: Fact) -> Round | None:

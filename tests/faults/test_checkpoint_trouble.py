@@ -124,7 +124,7 @@ def test_a_full_disk_and_one_that_is_read_only(disk: Path, launch: Callable[...,
 def test_a_frozen_file_system(launch: Callable[..., Job], tmp_path: Path) -> None:
     """The writer of one rank and the depot stand still, longer than save_timeout."""
     folder = tmp_path / "saves"
-    job = train(launch, folder, "train_and_save(patience_s=0.2)", save_timeout=2, on_busy="skip")
+    job = train(launch, folder, "train_and_save(patience_s=0.2)", save_timeout=1, on_busy="skip")
     wait_published(job, folder, INTERVAL)
     before, stuck = stamp(job), [writer_of(job, 1), *pids(job, "depot")]
     assert len(stuck) == 2
@@ -145,16 +145,16 @@ def test_a_frozen_file_system(launch: Callable[..., Job], tmp_path: Path) -> Non
 def test_the_end_does_not_wait_for_ever_for_a_depot(launch: Callable[..., Job], tmp_path: Path) -> None:
     """Nobody publishes the last save: the job ends all the same, and the log says which step is lost."""
     folder = tmp_path / "saves"
-    job = train(launch, folder, "train_and_save(patience_s=0.2)", save_timeout=2, nproc=1)
+    job = train(launch, folder, "train_and_save(patience_s=0.2)", save_timeout=1, nproc=1)
     wait_published(job, folder, INTERVAL)
     freeze(*pids(job, "depot"))
     before = max(published(folder))
     job.wait_for(lambda: job.events("saved")[-1].more["step"] > before, "one more save")
     began = time.monotonic()
     assert job.finish() == 0
-    assert time.monotonic() - began < 12
+    assert time.monotonic() - began < 20
     last = job.events("saved")[-1].more["step"]
-    assert f"steps {last}" in job.log("publish_late")[0]["text"].replace(f"{last - INTERVAL}, ", "")
+    assert job.log("publish_late")[0]["text"].endswith(f" {last}"), job.log("publish_late")
     assert max(published(folder)) == before
     verified(folder)
 
@@ -181,14 +181,14 @@ def test_the_end_of_the_job_waits_for_a_save(launch: Callable[..., Job], tmp_pat
 
 def test_the_end_of_the_job_says_what_is_lost(launch: Callable[..., Job], tmp_path: Path) -> None:
     folder = tmp_path / "saves"
-    job = train(launch, folder, "train_and_save(patience_s=0.2)", save_timeout=2)
+    job = train(launch, folder, "train_and_save(patience_s=0.2)", save_timeout=1)
     wait_published(job, folder, INTERVAL)
     freeze(writer_of(job, 1))
     began = time.monotonic()
     assert job.finish() == 0
-    assert time.monotonic() - began < 12
+    assert time.monotonic() - began < 20
     last = job.events("saved")[-1].more["step"]
-    assert any(f"step {last} was not durable 2 s after the end" in line["text"] for line in job.log()), job.output()
+    assert any(f"step {last} was not durable 1 s after the end" in line["text"] for line in job.log()), job.output()
     assert last not in published(folder)
     went_on(job)
     verified(folder)
@@ -220,7 +220,7 @@ def test_a_stopped_writer_makes_saves_skip(launch: Callable[..., Job], tmp_path:
     job.say("die")
     after = job.wait_round(1, "resumed")
     assert {each.more["wrong"] for each in after.values()} == {""}
-    job.wait_for(lambda: time.monotonic() > after[0].at + 3 * 2, "three times the time in which a hang is found")
+    job.wait_for(lambda: time.monotonic() > after[0].at + 3, "three times what a hang would take")
     wait_next(job, folder)
     job.assert_rounds(2)
     finished(job, folder)
@@ -234,9 +234,10 @@ def test_sixty_saves_in_a_row(launch: Callable[..., Job], tmp_path: Path) -> Non
     folder = tmp_path / "saves"
     job = train(launch, folder, "train_and_save(step_s=0)", most_recent_k=2)
     wait_published(job, folder, 10 * INTERVAL)
-    mine = {pid: command_of(pid) for pid, _ in processes_with(job.mark)}
+    # But for the process that new ranks are forked from, which takes its time to import torch.
+    mine = {pid: name for pid, _ in processes_with(job.mark) if " -c " not in (name := command_of(pid))}
     before = {pid: Usage(pid) for pid in mine}
-    assert len(before) >= 7, mine
+    assert len(before) >= 6, mine
     job.wait_for(lambda: max(published(folder), default=0) >= 70 * INTERVAL, "60 more saves", LONG_S)
     after = {pid: Usage(pid) for pid in mine if state_of(pid) not in ("", "Z")}
     for pid, use in after.items():

@@ -2,7 +2,7 @@
 PYTHONPATH, and acts only if FAULTS_KILLS names a file of kills.
 
 They happen one after the other, each once: just before the first file operation of the named program that fits, after
-the one before it has happened and a save has been published since.
+the one before it has happened and a save has been published since. `signal`: another one than SIGKILL.
 """
 
 import contextlib
@@ -74,7 +74,7 @@ def install(kills: list[dict[str, Any]], folder: str) -> None:
             if fits(kill, event, arguments) and is_due(kill, folder) and claim(folder, kill["name"]):
                 for pid in victims_of(kill):
                     with contextlib.suppress(ProcessLookupError):
-                        os.kill(pid, signal.SIGKILL)
+                        os.kill(pid, kill.get("signal", signal.SIGKILL))
 
     program = " ".join(sys.orig_argv)
     mine = [kill for kill in kills if f"checkpoint_io.{kill['program']}" in program]
