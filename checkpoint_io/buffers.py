@@ -38,6 +38,8 @@ class _Ready:
     done: threading.Event = field(default_factory=threading.Event)
     layout: Layout | None = None
     error: BaseException | None = None
+    why: str = ""
+    """What the log should say if a state is saved so."""
 
 
 class Buffers:
@@ -57,6 +59,9 @@ class Buffers:
         self._making = threading.Lock()
         self._known: dict[int, int] = {}
         """Images that the writer knows, and how large they were when it was told."""
+        self._given: set[int] = set()
+        """Images that the writer has to write."""
+        self._giving = threading.Lock()
 
     def begin(self, turn: Turn) -> None:
         """A round begins. The writer drops what earlier ones have not finished."""
@@ -64,6 +69,12 @@ class Buffers:
             self._writer.abandon(turn.epoch, turn.round)
         self._ready = None
         self._nth = 0
+        if self._staging is not None:
+            # An interrupt may have come between taking an image and giving it to the writer.
+            with self._giving:
+                for image in self._staging.images:
+                    if image.index not in self._given:
+                        self._staging.release(image.index)
 
     def close(self) -> None:
         """End the writer process and give the memory back."""
@@ -82,9 +93,14 @@ class Buffers:
     def layout_for(self, flat: Flat, turn: Turn, limit_s: float) -> tuple[Layout, int]:
         """The layout of `flat` and its number. Raises Unavailable; TypeError or ValueError for what cannot be saved."""
         ready = self._find_or_make(flat, turn)
-        if not ready.done.wait(limit_s):
+        with turn.pause(limit_s):
+            ready.done.wait(limit_s)
+        if not ready.done.is_set():
             raise Unavailable(f"its buffers were not ready within {limit_s:g} s (save_timeout)")
         if ready.layout is not None:
+            if ready.why:
+                self._note("warning", ready.why)
+                ready.why = ""
             return ready.layout, ready.number
         self._ready = None  # the next save tries again
         if isinstance(ready.error, TypeError | ValueError):
@@ -112,11 +128,15 @@ class Buffers:
 
     def write(self, order: Write) -> None:
         assert self._writer is not None, "there is an image, so there is a writer"
+        with self._giving:
+            self._given.add(order.image)
         self._writer.write(order)
 
     def release(self, index: int) -> None:
-        if self._staging is not None:
-            self._staging.release(index)
+        with self._giving:
+            self._given.discard(index)
+            if self._staging is not None:
+                self._staging.release(index)
 
     # ---- making them ------------------------------------------------------------------------------------------
 
@@ -146,7 +166,7 @@ class Buffers:
     def _make(self, ready: _Ready, flat: Flat, turn: Turn) -> None:
         """In a thread, which forgets the state when it is through: nothing here keeps a tensor of the trainer's."""
         try:
-            shared = self._share(flat, ready.nth, turn)
+            shared = self._share(flat, ready, turn)
             layout = build_layout(flat, turn.rank, turn.world_size, shared=shared, atomic=self._atomic)
             with self._making:
                 if ready is self._ready:
@@ -157,20 +177,18 @@ class Buffers:
         finally:
             ready.done.set()
 
-    def _share(self, flat: Flat, nth: int, turn: Turn) -> bool:
-        """Whether what is the same on all ranks is shared out among them."""
-        if turn.world_size == 1:
-            return True
+    def _share(self, flat: Flat, ready: _Ready, turn: Turn) -> frozenset[str]:
+        """The names of what all ranks hold, which is shared out among them."""
         answer = agree(
             turn.store() if turn.store is not None else None,
             flat,
             world_size=turn.world_size,
-            generation=f"{turn.epoch:x}-{turn.round}-{nth}",
-            deadline_s=AGREE_S if nth == 1 else AGREE_AGAIN_S,
+            generation=f"{turn.epoch:x}-{turn.round}-{ready.nth}",
+            deadline_s=AGREE_S if ready.nth == 1 else AGREE_AGAIN_S,
         )
-        if not answer.same:
-            self._note("warning", f"each rank writes all that it holds: {answer.why}")
-        return answer.same
+        if answer.why:
+            ready.why = f"this rank writes all that it holds: {answer.why}"
+        return answer.shared
 
     def _use(self, layout: Layout, number: int) -> int:
         """Make images for `layout`, unless those of the last one serve. Returns the number of the one that counts."""

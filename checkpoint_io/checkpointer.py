@@ -7,6 +7,7 @@ controller, the same for all ranks, and is in `round.resume`.
 import subprocess
 import sys
 from collections.abc import Mapping, MutableMapping
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, SupportsIndex
 
@@ -83,6 +84,9 @@ class Checkpointer:
             on_bad=self._tell,
         )
         restored = restore(state, resume, where)
+        if turn.rank == 0:
+            for text in restored.left_out:
+                self._note("warning", f"restore: {text}")
         tier = Tier.LOCAL if all(tier is Tier.LOCAL for _, tier, _ in restored.shards) else Tier.DURABLE
         self._tell(
             Fact(
@@ -115,11 +119,15 @@ class Checkpointer:
 
     def _fetch(self, save: SaveId, place: Place) -> None:
         """Bring another node's shard here, by a process of its own: ranks do not load ZeroMQ."""
-        settings = self._settings
+        settings, turn = self._settings, self._turn
+        pause = turn.pause if turn is not None else nullcontext
         task = Task(place.address, save, place.rank, str(settings.local), FETCH_S, settings.keys)
         command = [sys.executable, "-P", "-m", "perdure.checkpoint_io.fetch"]
         try:
-            done = subprocess.run(command, input=msgspec.json.encode(task), capture_output=True, timeout=FETCH_S + 5.0)
+            with pause(FETCH_S + 5.0):  # a large shard takes its time, which is no hang
+                done = subprocess.run(
+                    command, input=msgspec.json.encode(task), capture_output=True, timeout=FETCH_S + 5.0
+                )
         except subprocess.TimeoutExpired:
             raise OSError(
                 f"reading from {place.address} into {settings.local} took longer than {FETCH_S:g} s"
@@ -131,3 +139,6 @@ class Checkpointer:
             raise OSError(f"reading from {place.address} ended with code {done.returncode}: {last}") from None
         if answer.error:
             raise OSError(answer.error)
+        world_size = self._turn.resume.world_size if self._turn is not None and self._turn.resume is not None else 0
+        # It is one more copy, which must be known to be deleted one day.
+        self._tell(Fact(save, What.WRITTEN, Tier.LOCAL, place.rank, settings.node, world_size, nbytes=answer.nbytes))

@@ -41,7 +41,7 @@ from .depot_messages import (
 )
 from .depot_server import DepotServer
 from .depot_stream import Frames, send_frame
-from .depot_work import Work, durable_stock, local_stock
+from .depot_work import Stock, Work, durable_stock, local_stock
 
 NICENESS = 10
 BEGIN_S = 60.0
@@ -61,10 +61,10 @@ LOOKERS = 8
 class _Look:
     """One look through one tier. where: the folder, None if the job has no such tier."""
 
-    def __init__(self, where: str | None, function: Callable[[Begin], tuple[Fact, ...]]) -> None:
+    def __init__(self, where: str | None, function: Callable[[Begin], Stock]) -> None:
         self.where = where
         self.function = function
-        self.facts: tuple[Fact, ...] = ()
+        self.stock = Stock()
         self.done = trio.Event()
 
 
@@ -79,7 +79,7 @@ class Depot:
         self._flushed = trio.Event()
         self._address = ""
         self._session = 0
-        self._said = ""
+        self._said = self._remarked = ""
         self._looking = trio.CancelScope()
         self._lookers = trio.CapacityLimiter(LOOKERS)
 
@@ -141,10 +141,11 @@ class Depot:
                     await durable.done.wait()
                 with trio.move_on_after(LOOK_S):
                     await local.done.wait()
-                self._found((*durable.facts, *local.facts))
+                self._remark(durable.stock.remark)
+                self._found((*durable.stock.facts, *local.stock.facts))
                 if not local.done.is_set():
                     await local.done.wait()
-                    self._found(local.facts)
+                    self._found(local.stock.facts)
 
     async def _look(self, look: "_Look", begin: Begin) -> None:
         """Until it succeeds: an error may be gone a little later, and a file system that stands still may go on."""
@@ -152,13 +153,14 @@ class Depot:
             try:
                 async with trio.open_nursery() as nursery:
                     nursery.start_soon(self._lose_patience, look)
-                    look.facts = await trio.to_thread.run_sync(
+                    look.stock = await trio.to_thread.run_sync(
                         look.function, begin, abandon_on_cancel=True, limiter=self._lookers
                     )
                     look.done.set()
                     nursery.cancel_scope.cancel()
             except* OSError as errors:
-                self._log("error", f"depot: cannot look through {look.where}: {errors.exceptions[0]}")
+                error = errors.exceptions[0]
+                self._log("error", f"depot: cannot look through {look.where}: {error}; it is tried again and again")
                 await trio.sleep(LOOK_AGAIN_S)
 
     async def _lose_patience(self, look: "_Look") -> None:
@@ -171,6 +173,12 @@ class Depot:
         newest_first = sorted(facts, key=lambda fact: fact.save, reverse=True)
         for part in in_parts(newest_first) if facts else [()]:
             self._say(Found(self._address, part))
+
+    def _remark(self, remark: str) -> None:
+        """Once, however often a controller comes back."""
+        if remark and remark != self._remarked:
+            self._log("warning", remark)
+        self._remarked = remark
 
     def _done(self, facts: tuple[Fact, ...]) -> None:
         self._say(Done(facts))

@@ -18,11 +18,12 @@ from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
+from typing import NamedTuple
 
 import trio
 
 from ..protocol.checkpoints import DepotOrders, Fact, Prune, Publish, Replicate, SaveId, Tier, What
-from .catalog import BAD, Kind, facts_of, read_sidecar, scan_durable, scan_local
+from .catalog import BAD, Found, Kind, facts_of, read_sidecar, scan_durable, scan_local
 from .depot_messages import AnOrder, Begin, describe, failures
 from .fetch import FetchError, fetch_shard
 from .fetch import sweep as sweep_fetches
@@ -35,6 +36,8 @@ from .publish import PublishFailed, publish
 REPLICAS_AT_ONCE = 2
 STUCK_LIMIT = 8
 """Threads that may be left waiting for a file system, before orders are answered without trying."""
+
+PASSED_OVER_TOLD = 4
 
 Tell = Callable[[tuple[Fact, ...]], None]
 Log = Callable[[str, str], None]
@@ -221,24 +224,41 @@ def _folder(setting: str | None, name: str) -> Path:
 # ---- taking stock, in threads ---------------------------------------------------------------------------------
 
 
-def local_stock(begin: Begin) -> tuple[Fact, ...]:
+class Stock(NamedTuple):
+    """What is in a folder. remark: what a person would take for a checkpoint there and is none; empty if nothing."""
+
+    facts: tuple[Fact, ...] = ()
+    remark: str = ""
+
+
+def local_stock(begin: Begin) -> Stock:
     """What this node's folder holds, after what killed processes left half done in it was removed. Raises OSError."""
     if begin.local is None:
-        return ()
+        return Stock()
     home = Path(begin.local) / begin.node
     os.makedirs(home, exist_ok=True)
     sweep(home)
     sweep_fetches(home)
-    return facts_of(scan_local(Path(begin.local), begin.node))
+    return Stock(facts_of(scan_local(Path(begin.local), begin.node)))
 
 
-def durable_stock(begin: Begin) -> tuple[Fact, ...]:
+def durable_stock(begin: Begin) -> Stock:
     """What is published there, and what is unfinished: the controller knows who is still at it. What was half deleted
     is removed. Raises OSError."""
     if begin.save is None:
-        return ()
+        return Stock()
     founds = scan_durable(Path(begin.save))
     unfinished = [each.save for each in founds if each.kind is Kind.SAVING and each.save is not None]
     sweep(Path(begin.save), unfinished)
     left = (Fact(save, What.UNPUBLISHED, Tier.DURABLE, why="unfinished") for save in unfinished)
-    return (*facts_of(founds), *left)
+    return Stock((*facts_of(founds), *left), _passed_over(begin.save, founds))
+
+
+def _passed_over(save: str, founds: list[Found]) -> str:
+    """Folders with the names of steps that are no saves of ours, as far as they are newer than the newest good one."""
+    newest = max((each.step for each in founds if each.kind is Kind.PUBLISHED and each.usable), default=-1)
+    strange = [each for each in founds if each.kind in (Kind.FOREIGN, Kind.OTHER) and each.save is None]
+    named = [f"{each.path.name} ({each.why})" for each in strange if each.step > newest]
+    more = f" and {len(named) - PASSED_OVER_TOLD} more" if len(named) > PASSED_OVER_TOLD else ""
+    names = ", ".join(named[:PASSED_OVER_TOLD])
+    return f"depot: not resumed from, in {save}: {names}{more}" if named else ""

@@ -6,10 +6,12 @@
 
 The folder is in `torch_dist` format, appears whole or not at all, and an existing one is never written over. No
 collective runs: ranks speak through the store of the default process group, from threads. Buffers and the writer
-process stay for the next call.
+process stay for the next call. A process that exits waits for what is being written and says what is lost.
 """
 
+import atexit
 import os
+import sys
 import threading
 import warnings
 from collections.abc import Mapping
@@ -34,6 +36,8 @@ from .turn import Turn
 
 LIMIT_S = 1800.0
 """For all ranks to have written a save."""
+FAILING_S = 10.0
+"""The same, at the exit of a process that has failed: the others may never write theirs, and must hear of it."""
 
 
 class _Group:
@@ -57,7 +61,7 @@ class _Group:
 
     def _publish(self, order: Publish) -> Manifest:
         """Publish aside, under our own name, then rename to the caller's."""
-        final = self.folders.pop(order.save)
+        final = self.folders[order.save]
         aside = aside_of(final)
         manifest = publish(aside, order, created=time())
         os.rename(aside / published_name(order.save.step), final)
@@ -73,6 +77,9 @@ class _Process:
     saver: Saver | None = None
     turn: Turn | None = None
     group: _Group | None = None
+    pid: int | None = None
+    """Whose exit is waited at: not that of a forked child."""
+    exiting = False
 
 
 def aside_of(final: Path) -> Path:
@@ -91,6 +98,9 @@ def async_save(state: Mapping[str, Any], *, checkpoint_id: str | os.PathLike[str
     if final.exists():
         raise FileExistsError(f"{final} exists; a checkpoint is never written over: choose another checkpoint_id")
     with _Process.lock:
+        if _Process.pid != os.getpid():
+            _Process.pid = os.getpid()
+            atexit.register(_at_exit)
         group = _group()
         saver = _saver(group)
         save = SaveId(group.calls, group.epoch, 0)
@@ -99,14 +109,33 @@ def async_save(state: Mapping[str, Any], *, checkpoint_id: str | os.PathLike[str
         published = group.committer.expect(save)
         done: Future[None] = Future()
         done.set_running_or_notify_cancel()
-        published.add_done_callback(partial(_pass_on, done=done))
-        if saver.save(save.step, state, into=str(aside_of(final))) is None:
-            published.set_exception(OSError(f"{final} is not saved: see the warnings of perdure.checkpoint_io"))
+        published.add_done_callback(partial(_pass_on, done=done, final=final))
+        published.add_done_callback(lambda _: group.folders.pop(save, None))
+        try:
+            # None, if it is skipped, needs no care: the committer is told so as well.
+            saver.save(save.step, state, into=str(aside_of(final)))
+        except BaseException as error:
+            group.committer.give_up(save, f"{type(error).__name__}: {error}")
+            raise
     return done
 
 
 def close() -> None:
-    """End the writer process and give the buffers back. The next save makes new ones."""
+    """Wait for what is being written, then end the writer process and give the buffers back. The next save makes new
+    ones. The exit of the interpreter does the same."""
+    _close(LIMIT_S)
+
+
+def _at_exit() -> None:
+    if _Process.pid == os.getpid():
+        _Process.exiting = True
+        # Set by the interpreter when it has shown an exception that nobody caught.
+        _close(FAILING_S if hasattr(sys, "last_type") else LIMIT_S)
+
+
+def _close(limit_s: float) -> None:
+    if _Process.group is not None:
+        _Process.group.committer.wait(limit_s)
     with _Process.lock:
         saver, _Process.saver = _Process.saver, None
         group, _Process.group = _Process.group, None
@@ -116,12 +145,15 @@ def close() -> None:
         group.committer.close()
 
 
-def _pass_on(published: "Future[Manifest | None]", done: "Future[None]") -> None:
+def _pass_on(published: "Future[Manifest | None]", done: "Future[None]", final: Path) -> None:
     error = published.exception()
-    if error is not None:
-        done.set_exception(error)
-    else:
+    if error is None:
         done.set_result(None)
+        return
+    done.set_exception(error)
+    if _Process.exiting:
+        # Nobody is left to ask the future.
+        print(f"perdure: {final} is lost: {error}", file=sys.stderr)
 
 
 def _group() -> _Group:
@@ -133,6 +165,9 @@ def _group() -> _Group:
         rank, world_size = dist.get_rank(), dist.get_world_size()
     group = _Process.group
     if group is None or (group.store, group.rank, group.world_size) != (store, rank, world_size):
+        if group is not None:
+            # What it has not finished is dropped, as by a new round: its futures say so.
+            group.committer.close()
         group = _Process.group = _Group(store, rank, world_size)
     return group
 

@@ -39,13 +39,16 @@ def _must_trust(folder: Path, trust: bool) -> None:
 def load_foreign(folder: Path, state: MutableMapping[str, Any], *, trust: bool) -> None:
     """Fill `state` in place, this rank alone: no collective, whether a process group exists or not."""
     _must_trust(folder, trust)
-    given = dict(state)
+    # torch sorts the names at the top level, which must be of one type for that.
+    names = {key: str(key) for key in state}
+    given = {names[key]: value for key, value in state.items()}
     with warnings.catch_warnings():
         # It warns that it reads in this process alone, which is what it was asked to do.
         warnings.simplefilter("ignore", UserWarning)
         _load(given, checkpoint_id=folder, no_dist=True)
     # It replaces values at the top level in the dict that it is given, and fills nested ones in place.
-    state.update(given)
+    for key, name in names.items():
+        state[key] = given[name]
 
 
 def read_foreign(folder: Path, *, trust: bool) -> dict[str, Any]:

@@ -119,7 +119,9 @@ def _chunks_of(flat: Flat, rank: int) -> dict[str, Chunk]:
     return chunks
 
 
-def _writers(flat: Flat, chunks: dict[str, Chunk], rank: int, world_size: int, shared: bool) -> dict[str, int]:
+def _writers(
+    flat: Flat, chunks: dict[str, Chunk], rank: int, world_size: int, shared: frozenset[str] | bool
+) -> dict[str, int]:
     """Who writes what this rank holds, by name."""
     sizes = dict.fromkeys(flat.values, VALUE_BYTES)
     meshed: dict[str, tuple[tuple[int, ...], int]] = {}
@@ -131,8 +133,9 @@ def _writers(flat: Flat, chunks: dict[str, Chunk], rank: int, world_size: int, s
             meshed[fqn] = (chunk.ranks, nbytes)
         else:
             sizes[fqn] = nbytes
-    plain = share_out(sizes, world_size) if shared else dict.fromkeys(sizes, rank)
-    return plain | writers_of(meshed)
+    names = shared if isinstance(shared, frozenset) else frozenset(sizes if shared else ())
+    plain = share_out({fqn: nbytes for fqn, nbytes in sizes.items() if fqn in names}, world_size)
+    return dict.fromkeys(sizes, rank) | plain | writers_of(meshed)
 
 
 def _refuse_names(flat: Flat) -> None:
@@ -143,8 +146,9 @@ def _refuse_names(flat: Flat) -> None:
             raise ValueError(f"the name {fqn!r} is not text that can be written (UTF-8): rename the key") from error
 
 
-def build_layout(flat: Flat, rank: int, world_size: int, *, shared: bool, atomic: bool) -> Layout:
-    """shared: all ranks hold the same plain tensors and values (see `agreement`), so each is written by one of them.
+def build_layout(flat: Flat, rank: int, world_size: int, *, shared: frozenset[str] | bool, atomic: bool) -> Layout:
+    """shared: the plain tensors and values that all ranks hold (see `agreement`), so each is written by one of them;
+    True: all of them, False: none.
 
     Raises TypeError or ValueError for a tensor that cannot be saved.
     """

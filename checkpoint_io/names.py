@@ -3,7 +3,8 @@
     <save>/                                           durable tier, seen by all nodes
         iter_0000100/                                 published
         iter_0000200.saving-<epoch>-<round>/          being written, by all ranks of that round
-        iter_0000100.bad-<epoch>-<round>/             was published, found bad, and another one took its name
+        iter_0000100.bad-<epoch>-<round>/             was published, and another one took its name: it was found bad,
+                                                      or was of an earlier job
         latest_checkpointed_iteration.txt
     <non_persistent_local_ckpt_dir>/<node>/           local tier, of one node
         iter_0000150.<epoch>-<round>/

@@ -5,8 +5,8 @@
 can be killed and done again, by this process or another one at the same time: files appear by rename, all content but
 the time of day in the manifest follows from the sidecars, and whoever finds the folder under its final name is done.
 
-A step is published once. A second save of a step gives way to the first, unless the first is unusable: then that one
-moves to `iter_N.bad-<epoch>-<round>`.
+A step is published once. A second save of a step gives way to the first, unless the first is unusable or the order
+names it as the one to be replaced: then that one moves to `iter_N.bad-<epoch>-<round>`.
 """
 
 import errno
@@ -63,7 +63,7 @@ def _publish(save_dir: Path, order: Publish, created: float) -> Manifest | None:
     there = look_published(final)
     if there is not None:
         _check_replaceable(there, order.save)
-        if there.usable:
+        if there.usable and there.save != order.over:
             delete_tree(ours)
             return read_manifest(final)
     if not written:
@@ -143,7 +143,7 @@ def _move_away(there: Found, save: SaveId) -> bool:
         if whose(there.path) != save:
             delete_tree(target)
         return False
-    mark_bad(target, there.why)
+    mark_bad(target, there.why or f"unusable, or of an earlier job: {save} has taken its place")
     return True
 
 

@@ -12,7 +12,7 @@ freely only if this job wrote it, which its committed digest proves, or if the c
 import io
 import pickle
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from time import monotonic
 from typing import Any, cast
 
@@ -39,13 +39,18 @@ class Restored:
     nbytes: int
     seconds: float
     shards: tuple[tuple[int, Tier, str], ...]
+    unwanted: frozenset[str] = frozenset()
+    """Names that the save has and the state has not, as far as shards were looked at."""
+    left_out: tuple[str, ...] = ()
+    """For the log: what was most likely meant to be restored, and was not."""
 
 
 def restore(state: MutableMapping[str, Any], resume: Resume, where: Where, *, trust: bool = False) -> Restored:
     """Fill `state` from the save that `resume` names, in place, as `torch.distributed.checkpoint.load` does.
 
     Tensors and DTensors keep their memory, device and dtype; other values are replaced where they are in the state.
-    Names that only the save has are ignored. trust: unpickle classes even if it is not known who wrote them.
+    Names that only the save has are ignored; `left_out` tells of those below a mapping that is empty in the state, as
+    that of an optimizer without moments is. trust: unpickle classes even if it is not known who wrote them.
 
     Raises StateMismatch, with everything that does not fit; nothing is changed then, if all sidecars were at hand.
     Raises RestoreError, with every shard that could not be read and why; the state may then be partly filled, and is
@@ -58,9 +63,10 @@ def fill(state: MutableMapping[str, Any], sources: Sources, *, trust: bool, know
     """`restore` from these sources. known: the digest they are checked against came from the job, not with them."""
     flat = flatten(state)
     restored, values = read(flat.tensors, flat.values, sources, trust=trust, known=known)
+    empty = list(_empty_in(state, ""))
     for fqn, value in values.items():
         _put(state, flat.paths[fqn], value)
-    return restored
+    return replace(restored, left_out=tuple(_left_out(empty, restored.unwanted)))
 
 
 def read(
@@ -78,7 +84,8 @@ def read(
         reader.close()
     found = _unpickled(sources, targets.values, trust=trust, known=known)
     used = tuple((shard.rank, shard.tier, shard.node) for shard in reading.used)
-    return Restored(sources.resume.save, reader.nbytes, monotonic() - began, used), found
+    unwanted = frozenset(targets.unwanted)
+    return Restored(sources.resume.save, reader.nbytes, monotonic() - began, used, unwanted), found
 
 
 class _Reading:
@@ -123,7 +130,7 @@ class _Reading:
             try:
                 self._reader.read(shard, plan.ranges)
             except BadShard as error:
-                self._sources.reject(shard, str(error))
+                self._sources.reject(shard, error)
                 continue
             self._targets.settle(plan, shard)
             if plan.ranges:
@@ -220,3 +227,22 @@ def _key(inside: Any, key: str | int) -> Any:
 
 def _same(inside: Mapping[Any, object], key: str) -> Iterator[Any]:
     return (own for own in inside if str(own) == key)
+
+
+def _empty_in(inside: Any, prefix: str) -> Iterator[str]:
+    """The flattened names of mappings that have nothing in them."""
+    if isinstance(inside, Mapping):
+        for key, each in cast("Mapping[Any, Any]", inside).items():
+            if isinstance(each, Mapping) and not each:
+                yield f"{prefix}{key}"
+            else:
+                yield from _empty_in(each, f"{prefix}{key}.")
+
+
+def _left_out(empty: Iterable[str], unwanted: frozenset[str]) -> Iterator[str]:
+    for name in empty:
+        if count := sum(fqn.startswith(f"{name}.") for fqn in unwanted):
+            yield (
+                f"{name!r} is empty in the state and has {count} entries in the checkpoint, which are not restored; an"
+                " optimizer makes its moments at its first step, and get_state_dict makes them before"
+            )

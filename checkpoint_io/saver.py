@@ -9,6 +9,7 @@ Rules:
 """
 
 import io
+import os
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -34,6 +35,8 @@ __all__ = ["Saver", "Turn"]
 
 Tell = Callable[[Fact], None]
 Note = Callable[[str, str], None]
+_STEPS = 1 << 63
+"""A step is written in 8 bytes, with a sign."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +60,7 @@ class Saver:
         self._turn: Turn | None = None
         self._buffers = Buffers(atomic=settings.algo == "atomic" and settings.local is not None, note=note)
         self._buffers.heard = self._heard
+        self._pid = os.getpid()
         self._lock = threading.Lock()
         self._savings: dict[SaveId, tuple[Saving, Turn]] = {}
         """Those that are not done, and some that are."""
@@ -91,7 +95,7 @@ class Saver:
 
     def due(self, step: SupportsIndex) -> bool:
         """Whether `step` is one to save, by save_interval or non_persistent_save_interval."""
-        return bool(self._due(index(step)))
+        return bool(self._due(_number(step)))
 
     def _due(self, step: int) -> list[Tier]:
         settings = self._settings
@@ -111,10 +115,15 @@ class Saver:
         tier before; a step of non_persistent_save_interval alone goes to the local tier only.
         """
         began = monotonic()
+        if os.getpid() != self._pid:
+            # The memory of the images is shared with the parent, which may be writing them.
+            raise RuntimeError(
+                f"save works in process {self._pid} only: a forked child, as of a DataLoader, is no rank"
+            )
         turn = self._present_turn()
-        number = index(step)
-        if number < 0:
-            raise ValueError(f"save(step={number}): a step is 0 or more")
+        number = _number(step)
+        if not 0 <= number < _STEPS:
+            raise ValueError(f"save(step={number}): a step is from 0 to {_STEPS - 1}")
         local, durable = self._folders(number)
         asked = _Asked(SaveId(number, turn.epoch, turn.round), turn, began, local, into or durable)
         with turn.section():
@@ -135,7 +144,8 @@ class Saver:
         limit_s = self._settings.save_timeout
         try:
             layout, number = self._buffers.layout_for(flat, turn, limit_s)
-            image = self._buffers.take(limit_s if self._settings.on_busy == "wait" else 0.0)
+            with turn.pause(limit_s):
+                image = self._buffers.take(limit_s if self._settings.on_busy == "wait" else 0.0)
         except Unavailable as error:
             self._give_up(asked, str(error))
             return None
@@ -147,15 +157,18 @@ class Saver:
                 self._savings[asked.save] = (saving, turn)
             self._steps.add(step)
             self._buffers.write(order)
-        if not self._settings.async_save and not saving.wait(limit_s):
-            self._note("error", f"step {step} is not durable after {limit_s:g} s")
+        if not self._settings.async_save:
+            with turn.pause(limit_s):
+                saving.wait(limit_s)
+            if not saving.done:
+                self._note("error", f"step {step} is not durable after {limit_s:g} s")
         return saving
 
     def _give_up(self, asked: _Asked, why: str) -> None:
-        """A save that is not even begun. The controller must know that it will never be complete."""
+        """A save that is not even begun. The controller must know that it will never be complete; it also says so, once
+        for all ranks."""
         busy = ", ".join(str(saving.step) for saving, _ in self._present() if not saving.done)
         text = f"{why} (being written: step {busy})" if busy else why
-        self._note("warning", f"step {asked.save.step} is not saved: {text}")
         self._steps.add(asked.save.step)
         for tier, folder in ((Tier.LOCAL, asked.local), (Tier.DURABLE, asked.durable)):
             if folder is not None:
@@ -231,3 +244,10 @@ class Saver:
         if self._turn is None:
             raise RuntimeError("no round has begun: a Saver saves between `begin` and the end of the round")
         return self._turn
+
+
+def _number(step: SupportsIndex) -> int:
+    try:
+        return index(step)
+    except TypeError:
+        raise TypeError(f"a step is an int, not a {type(step).__name__}; the call is save(step, state)") from None

@@ -20,7 +20,7 @@ import xxhash
 
 from .formats import CHUNK, DataFile
 from .names import data_name
-from .sources import BadShard, Shard
+from .sources import BadShard, Shard, Unreadable
 
 _BUFFERS_AT_ONCE = 512
 """Of one system call; the kernel takes at most 1024."""
@@ -102,7 +102,7 @@ class ShardReader:
             for job in jobs:
                 job.result()
         except OSError as error:
-            raise BadShard(f"{error}") from error
+            raise Unreadable(f"{error}") from error
         finally:
             _end(jobs)
 

@@ -11,10 +11,12 @@ ones that this job wrote (`Resume.digest`, which covers all sidecars). Only the 
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from ..protocol.checkpoints import Fact, Place, Resume, SaveId, Tier, What
+from .catalog import mark_bad
 from .formats import BadFormat, Sidecar, decode_sidecar, digest_of, digest_of_save
 from .names import local_name, published_name, sidecar_name
 
@@ -47,14 +49,18 @@ class BadShard(Exception):
     """A shard cannot be used as it lies there. The text says why."""
 
 
+class Unreadable(BadShard):
+    """The file system failed: another time it may be good."""
+
+
 class RestoreError(RuntimeError):
     """The state could not be restored from this save: what was tried, shard by shard, is in the text."""
 
     def __init__(self, save: SaveId, reasons: list[str]) -> None:
         self.step = save.step
         self.reasons = reasons
-        listed = "".join(f"\n  {reason}" for reason in reasons)
-        super().__init__(f"{save} cannot be restored:{listed}")
+        # The first line is what logs show of an exception.
+        super().__init__(f"{save} cannot be restored: " + "\n  ".join(reasons))
 
 
 @dataclass(frozen=True)
@@ -91,7 +97,9 @@ def open_shard(folder: Path, rank: int, save: SaveId, world_size: int, tier: Tie
         sidecar = decode_sidecar(data)
     except FileNotFoundError:
         raise
-    except (OSError, BadFormat) as error:
+    except OSError as error:
+        raise Unreadable(f"{path}: {error}") from error
+    except BadFormat as error:
         raise BadShard(f"{path}: {error}") from error
     if (sidecar.save, sidecar.rank, sidecar.world_size) != (save, rank, world_size):
         raise BadShard(
@@ -114,6 +122,7 @@ class Sources:
         self._where = where
         self._local = where.local / local_name(resume.save) if where.local and resume.local else None
         self._durable = durable
+        self._marks = durable is None
         if durable is None and where.save and resume.durable:
             self._durable = where.save / published_name(resume.step)
         self._places: dict[int, list[Place]] = {}
@@ -156,7 +165,7 @@ class Sources:
                     pass
             self._tell()
 
-    def reject(self, shard: Shard, why: str) -> Shard | None:
+    def reject(self, shard: Shard, why: BadShard) -> Shard | None:
         """This one is bad; the same shard from the next place."""
         self._bad(shard.rank, shard.tier, shard.node, why)
         self._present[shard.rank] = next(self._next[shard.rank], None)
@@ -212,9 +221,18 @@ class Sources:
         while self._untold:
             self._where.on_bad(self._untold.pop(0))
 
-    def _bad(self, rank: int, tier: Tier, node: str, why: str) -> None:
+    def _bad(self, rank: int, tier: Tier, node: str, why: str | BadShard) -> None:
+        if tier is Tier.DURABLE and isinstance(why, BadShard) and not isinstance(why, Unreadable):
+            self._mark(rank, str(why))
+        why = str(why)
         self.reasons.setdefault(rank, []).append(f"{place_text(tier, node)}: {why}")
         self._untold.append(Fact(self.resume.save, What.BAD, tier, rank, node, self.resume.world_size, why=why))
+
+    def _mark(self, rank: int, why: str) -> None:
+        """Say it to later jobs too. A node's own copy may be replaced by a good one, and is not marked."""
+        if self._durable is not None and self._marks:
+            with suppress(OSError):
+                mark_bad(self._durable, why, rank)
 
     def _candidates(self, rank: int) -> Iterator[Shard]:
         places = self._places.get(rank, [])
@@ -245,4 +263,4 @@ class Sources:
             if not may_lack:
                 self._bad(rank, tier, node, f"{folder / sidecar_name(rank)} is missing")
         except BadShard as error:
-            self._bad(rank, tier, node, str(error))
+            self._bad(rank, tier, node, error)

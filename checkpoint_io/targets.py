@@ -68,6 +68,8 @@ class Targets:
         self.needs: dict[str, Need] = {}
         self.values: dict[str, tuple[bytes, Shard]] = {}
         """What was read of values."""
+        self.unwanted: set[str] = set()
+        """Names that are in a sidecar and in no state."""
         self._unseen_values = set(values)
         self._values_left = set(self._unseen_values)
         known: dict[Any, Chunk | None] = {}
@@ -111,8 +113,9 @@ class Targets:
         misfits: dict[str, str] = {}
         for item in shard.sidecar.items:
             need = self.needs.get(item.fqn)
-            wanted = need is not None or item.fqn in self._values_left
-            if not wanted:
+            if need is None and item.fqn not in self._values_left:
+                if item.fqn not in self.values:
+                    self.unwanted.add(item.fqn)
                 continue
             _check(item, shard)
             if need is None or item.offsets is None:

@@ -11,11 +11,16 @@ from ..protocol.checkpoints import Resume
 Around = Callable[[], AbstractContextManager[None]]
 
 
+def _no_pause(limit_s: float) -> AbstractContextManager[None]:
+    return nullcontext()
+
+
 @dataclass(frozen=True, slots=True)
 class Turn:
     """store: connects to the round's store, for ranks to agree; None: there is none.
 
-    section, atomic: put around a save: its time is told apart, and an interrupt waits for its end.
+    section, atomic: put around a save: its time is told apart, and an interrupt waits for its end. pause: put around
+    what waits for others, at most so many seconds: that is no hang.
     """
 
     rank: int
@@ -26,3 +31,4 @@ class Turn:
     store: Callable[[], Store] | None = None
     section: Around = nullcontext
     atomic: Around = nullcontext
+    pause: Callable[[float], AbstractContextManager[None]] = _no_pause

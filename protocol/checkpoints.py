@@ -106,11 +106,16 @@ class Resume(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class Publish(msgspec.Struct, frozen=True, array_like=True):
-    """Give a complete save on the durable tier its final name. `digest`: see `digest_of_save`."""
+    """Give a complete save on the durable tier its final name. `digest`: see `digest_of_save`.
+
+    over: the save that has this name now and must make room, whatever it looks like: it was found unusable, or is of
+    an earlier job.
+    """
 
     save: SaveId
     world_size: int
     digest: bytes
+    over: SaveId | None = None
 
 
 class Prune(msgspec.Struct, frozen=True, array_like=True):

@@ -6,7 +6,9 @@ same trainer runs with and without.
 """
 
 import sys
+import threading
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +20,8 @@ if TYPE_CHECKING:
     from ..checkpoint_io.checkpointer import Checkpointer
     from .round import Round
 
+PAUSE_LIMIT_S = 86_400.0
+"""At most, for one wait of a save; save_timeout may be switched off."""
 STORE_LIMIT_S = 60.0
 """To connect to the round's store."""
 NO_FOLDER = (
@@ -89,10 +93,19 @@ class Checkpoints:
                 round=round.index,
                 resume=round.resume,
                 store=None if enter is None else lambda: _store_of(enter),
-                section=lambda: round.section("checkpointing"),
+                section=lambda: _section_of(round),
                 atomic=round.atomic,
+                pause=lambda limit_s: round.pause(max=min(limit_s, PAUSE_LIMIT_S)),
             )
         )
+
+
+def _section_of(round: "Round") -> AbstractContextManager[None]:
+    if threading.current_thread() is not threading.main_thread():
+        raise RuntimeError(
+            "round.checkpointer.save works in the main thread only: no other one is interrupted when the round ends"
+        )
+    return round.section("checkpointing")
 
 
 def _store_of(enter: Enter) -> Any:

@@ -143,7 +143,8 @@ class Commits:
         if any(other.seen and other.durable_is_good for other in same_step):
             self.drop(record, Tier.DURABLE)
         elif not any(other.save in self.orders.publications for other in same_step):
-            order = Publish(record.save, record.world_size, record.digest)
+            over = next((other.save for other in same_step if other.published), None)
+            order = Publish(record.save, record.world_size, record.digest, over)
             self.orders.publish(order, self._first_rank())
 
     def _first_rank(self) -> AgentRecord | None:
@@ -323,22 +324,6 @@ class Commits:
         """Whether the job has a place for checkpoints."""
         settings = self._job.settings
         return settings.save is not None or settings.non_persistent_local_ckpt_dir is not None
-
-    def owing(self, round: Round) -> set[int]:
-        """Ranks that have not told what became of their shard of a save of this round, which others have told of."""
-        tiers = (
-            (record, tier)
-            for record in self.records.values()
-            if record.save.epoch == self._job.epoch and record.save.round == round.index
-            for tier in (record.local, record.durable)
-            if tier.in_use and not tier.complete
-        )
-        return {
-            rank
-            for record, tier in tiers
-            for rank in range(record.world_size)
-            if rank not in tier.digests and rank not in tier.failed
-        }
 
     # ---- helpers ----------------------------------------------------------------------------------------------
 

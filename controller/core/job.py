@@ -198,7 +198,6 @@ class Job:
             JobPhase.RELEASED: ("regather", settings.forming_timeout),
             JobPhase.STOPPING: ("stop", settings.termination_grace_time + STOP_GRACE_S),
         }
-        self.timers.pop("flush", None)  # it follows on the other
         armed = per_phase.get(self.phase)
         if armed is not None:
             self.arm(*armed)
@@ -268,30 +267,18 @@ class Job:
         if not round.to_enter and round.times.entered is None:
             self._entered(round)
         if not round.to_return:
-            self._forget_completion()
+            self.timers.pop("completion", None)
             self.tell("complete", f"round {round.index} is complete: all {round.size} ranks returned")
             self.completed += 1
             self.gathered.clear()
             self.move(JobPhase.RELEASED)
             return True
-        why = f"did not return within {self.settings.completion_timeout:g} s after the first rank had"
         if self.due("completion"):
-            # A rank whose checkpoint is still being written has left the function, and bounds that wait itself.
-            late = round.to_return - self.commits.owing(round)
-            if not late:
-                self.arm("flush", self.settings.save_timeout)
-                return False
-            self.evidence.give_up(late, f"{why} (completion_timeout)", kill=False)
-            return True
-        if self.due("flush"):
-            why = f"{why}, and {self.settings.save_timeout:g} s more for its checkpoint (save_timeout)"
+            limit = self.settings.completion_timeout
+            why = f"did not return within {limit:g} s after the first rank had (completion_timeout)"
             self.evidence.give_up(round.to_return, why, kill=False)
             return True
         return False
-
-    def _forget_completion(self) -> None:
-        for timer in ("completion", "flush"):
-            self.timers.pop(timer, None)
 
     def _while_aborting(self) -> bool:
         round = self._present_round()
@@ -346,7 +333,7 @@ class Job:
             for rank, record in round.seats.items()
             if record.state.life == round.lives[rank] and not record.settled(round.index)
         }
-        self.timers.pop("entry", None)
-        self._forget_completion()
+        for timer in ("entry", "completion"):
+            self.timers.pop(timer, None)
         self.arm("barrier", self.settings.barrier_timeout)
         self.move(JobPhase.ABORTING)

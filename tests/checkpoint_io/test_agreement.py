@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch.distributed import HashStore, PrefixStore, TCPStore
 
-from perdure.checkpoint_io.agreement import Answer, agree, digest_of_plain
+from perdure.checkpoint_io.agreement import Answer, agree, digests_of_plain
 from perdure.checkpoint_io.flatten import Flat, flatten
 
 SAME = flatten({"a": torch.ones(3), "b": 1})
@@ -44,35 +44,43 @@ def ask(server: TCPStore, states: list[Flat], world_size: int, generation: str, 
 
 def test_ranks_that_hold_the_same_agree_again_for_each_layout(server: TCPStore) -> None:
     for generation in ("0-3-1", "0-3-2"):
-        assert ask(server, [SAME] * 5, 5, generation, 20) == [Answer(True)] * 5
+        assert ask(server, [SAME] * 5, 5, generation, 20) == [Answer(frozenset("ab"))] * 5
 
 
 @pytest.mark.parametrize("states", [[SAME, SAME, OTHER], [OTHER, SAME, SAME], [SAME, OTHER, SAME]])
-def test_one_that_differs_is_a_no_for_all_and_at_once(server: TCPStore, states: list[Flat]) -> None:
+def test_what_differs_is_shared_by_nobody_and_the_rest_is(server: TCPStore, states: list[Flat]) -> None:
     began = monotonic()
     answers = ask(server, states, 3, "g", 60)
     assert monotonic() - began < 20
-    assert [answer.same for answer in answers] == [False] * 3
-    assert "each writes its own" in answers[0].why
+    assert answers == [Answer(frozenset("b"))] * 3
+
+
+def test_what_a_rank_has_of_its_own_leaves_the_rest_shared(server: TCPStore) -> None:
+    states = [flatten({"a": torch.ones(3), "b": 1, f"rng-{rank}": torch.ones(2), "me": {rank: 5}}) for rank in range(4)]
+    assert ask(server, states, 4, "g", 20) == [Answer(frozenset("ab"))] * 4
+    states = [flatten({f"rng-{rank}": rank}) for rank in range(3)]
+    assert ask(server, states, 3, "h", 20) == [Answer(frozenset())] * 3
+    states = [flatten({}), flatten({"a": 1})]
+    assert ask(server, states, 2, "i", 20) == [Answer(frozenset())] * 2
 
 
 def test_who_does_not_come_is_counted(server: TCPStore) -> None:
     answers = ask(server, [SAME] * 3, 5, "g", 0.5)
-    assert not any(answer.same for answer in answers)
+    assert not any(answer.shared for answer in answers)
     assert all("2 of 5 ranks have not come" in answer.why for answer in answers)
 
 
 def test_without_others_or_without_a_store() -> None:
-    assert agree(None, SAME, world_size=1, generation="g", deadline_s=1).same
+    assert agree(None, SAME, world_size=1, generation="g", deadline_s=1) == Answer(frozenset("ab"))
     answer = agree(None, SAME, world_size=2, generation="g", deadline_s=1)
-    assert not answer.same
+    assert not answer.shared
     assert "no store" in answer.why
 
 
 def test_any_store_will_do() -> None:
     store = HashStore()
-    assert agree(store, SAME, world_size=2, generation="g", deadline_s=0.1).same is False
-    assert agree(store, SAME, world_size=2, generation="g", deadline_s=5).same is True
+    assert agree(store, SAME, world_size=2, generation="g", deadline_s=0.1).why
+    assert agree(store, SAME, world_size=2, generation="g", deadline_s=5) == Answer(frozenset("ab"))
 
 
 SERVE = """
@@ -100,7 +108,7 @@ def test_a_store_that_stops_or_dies_is_a_no_in_time(how: signal.Signals) -> None
             process.wait(10)
         began = monotonic()
         answer = agree(store, SAME, world_size=2, generation="g", deadline_s=1)
-        assert not answer.same
+        assert not answer.shared
         assert "the round's store" in answer.why or "1 of 2 ranks" in answer.why
         assert monotonic() - began < 8
     finally:
@@ -117,12 +125,13 @@ def leave_the_store() -> None:
             assert not thread.is_alive()
 
 
-def test_the_digest_is_of_names_and_shapes_in_any_order() -> None:
+def test_digests_are_of_names_and_shapes() -> None:
     one = flatten({"a": torch.ones(3), "c": torch.ones(2), "b": 1, "d": 2})
     other = flatten({"d": 5, "c": torch.zeros(2), "b": 1, "a": torch.zeros(3)})
-    assert digest_of_plain(one) == digest_of_plain(other)
-    different = [one, SAME, OTHER, flatten({"a": torch.ones(3)}), flatten({"a": torch.ones(3).half(), "b": 1})]
-    assert len({digest_of_plain(flat) for flat in different}) == len(different)
+    assert digests_of_plain(one) == digests_of_plain(other)
+    assert set(digests_of_plain(one).values()) == {"a", "b", "c", "d"}
+    different = [SAME, OTHER, flatten({"a": torch.ones(3).half()}), flatten({"a": 1}), flatten({"a": torch.ones(3, 1)})]
+    assert len({digest for flat in different for digest in digests_of_plain(flat)}) == len(different) + 1
 
 
 def test_sockets_are_not_left_open(server: TCPStore) -> None:

@@ -126,6 +126,16 @@ def test_a_folder_of_dcp_needs_trust(tmp_path: Path) -> None:
     assert whole_state["mine"] == Mine(2)
 
 
+def test_names_that_are_numbers(tmp_path: Path) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        dcp.save({"w": torch.ones(3), 7: torch.ones(2), 8: "value"}, checkpoint_id=tmp_path / "here", no_dist=True)
+    state: dict[Any, Any] = {"w": torch.zeros(3), 7: torch.zeros(2), 8: None}
+    load(tmp_path / "here", state, trust=True)
+    assert state[7].tolist() == [1, 1]
+    assert (list(state), state[8]) == (["w", 7, 8], "value")
+
+
 def test_hostile_metadata_is_not_opened_without_trust(tmp_path: Path) -> None:
     import pickle
 

@@ -8,6 +8,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from perdure.checkpoint_io.catalog import look_published, mark_bad, scan_durable
@@ -117,6 +118,16 @@ def test_a_step_is_published_once(tmp_path: Path) -> None:
     assert publish(tmp_path, written_save(tmp_path, B), created=2.0) == first
     assert names(tmp_path) == ["iter_0000100", "latest_checkpointed_iteration.txt"]
     assert problems(tmp_path / "iter_0000100") == []
+
+
+def test_a_good_one_makes_room_if_it_is_named(tmp_path: Path) -> None:
+    """Its bytes were found bad, or the job has gone back behind it."""
+    publish(tmp_path, written_save(tmp_path, A), created=1.0)
+    order = msgspec.structs.replace(written_save(tmp_path, B), over=A)
+    assert publish(tmp_path, order, created=2.0).digest == order.digest.hex()
+    assert problems(tmp_path / "iter_0000100") == []
+    assert (tmp_path / bad_name(A) / "BAD").read_text() != ""
+    assert publish(tmp_path, order, created=3.0).created == 2.0
 
 
 @pytest.mark.parametrize("harm", ["marked", "shard marked", "truncated", "no manifest", "nothing readable"])

@@ -190,8 +190,19 @@ def test_all_that_does_not_fit_in_one_error_and_nothing_changed(tmp_path: Path) 
 def test_names_that_only_the_save_has_are_ignored(tmp_path: Path) -> None:
     digest = write_shard(durable(tmp_path), 0, 1, whole({"a": numbers(3), "more": numbers(2)}), {"v": 1})
     state = {"a": torch.zeros(3)}
-    restore(state, resume_of([digest], durable=True), Where(save=tmp_path))
+    restored = restore(state, resume_of([digest], durable=True), Where(save=tmp_path))
     assert state.keys() == {"a"}
+    assert restored.left_out == ()
+
+
+def test_an_optimizer_without_moments_is_told_of(tmp_path: Path) -> None:
+    tensors = {"optimizer.state.0.exp": numbers(3), "optimizer.state.1.exp": numbers(2), "rng-1": numbers(2)}
+    digest = write_shard(durable(tmp_path), 0, 1, whole(tensors), {"optimizer.lr": 1, "stateless": 2})
+    state: dict[str, Any] = {"optimizer": {"state": {}, "lr": 0}, "other": {}, "stateless": 0}
+    restored = restore(state, resume_of([digest], durable=True), Where(save=tmp_path))
+    assert state["optimizer"]["lr"] == 1
+    [text] = restored.left_out
+    assert "'optimizer.state' is empty in the state and has 2 entries in the checkpoint" in text
 
 
 def test_a_class_of_the_users_needs_the_committed_digest_or_trust(tmp_path: Path) -> None:

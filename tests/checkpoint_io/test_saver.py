@@ -6,6 +6,7 @@ import signal
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -143,7 +144,8 @@ def test_busy_is_skipped_or_waited_for(tmp_path: Path, ranks: Callable[..., Rank
     with stopped(rank.writer_pid()):
         futures = [rank.publish(step, state_of(step)) for step in (2, 3)]
         assert rank.saver.save(4, state_of(4)) is None
-        assert rank.notes == ["warning: step 4 is not saved: both buffers are in use (being written: step 2, 3)"]
+        assert rank.facts[-1].what is What.FAILED
+        assert rank.facts[-1].why == "skipped: both buffers are in use (being written: step 2, 3)"
         assert [(f.save.step, f.what, f.tier) for f in rank.facts[1:]] == [(4, What.FAILED, Tier.DURABLE)]
     assert [future.result(DEADLINE_S).step for future in futures] == [2, 3]
     rank.saved(5, state_of(5))
@@ -162,6 +164,55 @@ def test_what_cannot_be_saved_costs_no_buffer(tmp_path: Path, ranks: Callable[..
         with pytest.raises(TypeError, match=r"optimizer\.hook"):
             rank.saver.save(step, {"w": torch.ones(3), "optimizer": {"hook": lambda: None}})
     rank.saved(9, {"w": torch.ones(3), "optimizer": {"hook": None}})
+
+
+def test_what_an_interrupt_took_is_given_back_in_the_next_round(tmp_path: Path, ranks: Callable[..., Rank]) -> None:
+    rank = ranks(tmp_path)
+    rank.saved(1, state_of(1))
+
+    def interrupted() -> Any:
+        raise KeyboardInterrupt
+
+    for round in range(1, 4):
+        rank.saver.begin(replace(rank.turn, round=round, atomic=interrupted))
+        with pytest.raises(KeyboardInterrupt):
+            rank.saver.save(2, state_of(2))
+    rank.turn = replace(rank.turn, round=4)
+    rank.saver.begin(rank.turn)
+    with stopped(rank.writer_pid()):
+        assert [rank.saver.save(step, state_of(step)) is not None for step in (2, 3, 4)] == [True, True, False]
+
+
+def test_a_step_is_a_number_that_fits(tmp_path: Path, ranks: Callable[..., Rank]) -> None:
+    rank = ranks(tmp_path)
+    for step in (-1, 1 << 63):
+        with pytest.raises(ValueError, match="a step is from 0 to"):
+            rank.saver.save(step, state_of(1))
+    for wrong in (3.0, "3", state_of(1)):
+        with pytest.raises(TypeError, match=f"a step is an int, not a {type(wrong).__name__}"):
+            rank.saver.save(wrong, state_of(1))
+        with pytest.raises(TypeError, match="a step is an int"):
+            rank.saver.due(wrong)
+    rank.saved((1 << 63) - 1, state_of(1))
+
+
+def test_a_forked_child_cannot_save(tmp_path: Path, ranks: Callable[..., Rank]) -> None:
+    rank = ranks(tmp_path)
+    rank.saved(1, state_of(1))
+    read, write = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        try:
+            rank.saver.save(2, state_of(2))
+        except RuntimeError as error:
+            os.write(write, str(error).encode())
+        finally:
+            os._exit(0)
+    os.close(write)
+    with open(read) as said:
+        assert "a forked child, as of a DataLoader, is no rank" in said.read()
+    os.waitpid(pid, 0)
+    rank.saved(2, state_of(2))
 
 
 def test_in_the_foreground(tmp_path: Path, ranks: Callable[..., Rank]) -> None:
@@ -253,7 +304,9 @@ def test_what_all_ranks_hold_is_written_once(tmp_path: Path, ranks: Callable[...
     assert found["step"] == 4
 
 
-def test_ranks_that_differ_write_all_that_they_hold(tmp_path: Path, ranks: Callable[..., Rank]) -> None:
+def test_what_a_rank_has_of_its_own_does_not_stop_the_rest_from_being_shared(
+    tmp_path: Path, ranks: Callable[..., Rank]
+) -> None:
     _master, both = two_ranks(ranks, tmp_path)
     states = [{**state_of(4), f"stage{rank.turn.rank}": torch.full((3,), rank.turn.rank)} for rank in both]
     for rank, state in zip(both, states, strict=True):
@@ -264,7 +317,10 @@ def test_ranks_that_differ_write_all_that_they_hold(tmp_path: Path, ranks: Calla
     assert found["stage0"].tolist() == [0, 0, 0]
     assert found["stage1"].tolist() == [1, 1, 1]
     assert len(found["model"]) == 5
-    assert all("each rank writes all that it holds" in rank.notes[0] for rank in both)
+    folder = tmp_path / published_name(4)
+    names = [{item.fqn for item in decode_sidecar((folder / f"__{n}.shard").read_bytes()).items} for n in range(2)]
+    assert names[0] & names[1] == set()
+    assert [rank.notes for rank in both] == [[], []]
 
 
 def test_a_shard_that_failed_publishes_nothing(tmp_path: Path, ranks: Callable[..., Rank]) -> None:

@@ -125,6 +125,21 @@ def test_several_replicas_are_tried(site: Site) -> None:
     assert site.bad() == {(Tier.LOCAL, 1, "gone"), (Tier.LOCAL, 1, "n1")}
 
 
+@pytest.mark.parametrize("damage", ["flipped", "missing"])
+def test_a_copy_takes_the_place_of_a_bad_shard_of_ones_own(site: Site, damage: str) -> None:
+    shutil.rmtree(site.durable)
+    copy = site.there.parent.parent / "n2" / local_name(SAVE)
+    site.copy(0, site.here, copy)
+    if damage == "flipped":
+        flip(site.here / data_name(0, 0), 5000)
+    else:
+        (site.here / sidecar_name(0)).unlink()
+    places = (Place(0, "n0", "a0"), Place(0, "n2", "a2"), Place(1, "n1", "a1"))
+    done = site.restore(Resume(SAVE, WORLD, site.resume.digest, local=True, places=places))
+    assert set(done.shards) == {(0, Tier.LOCAL, "n2"), (1, Tier.LOCAL, "n1")}
+    assert site.bad() == {(Tier.LOCAL, 0, "n0")}, "it should have been there, and is told"
+
+
 def test_nothing_left_says_everything(site: Site) -> None:
     for folder in (site.there, site.durable):
         flip(folder / data_name(1, 0), 6000)

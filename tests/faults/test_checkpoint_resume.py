@@ -14,9 +14,20 @@ from typing import Any
 import pytest
 
 from .harness import PERDURE, Job
-from .processes import kill_all_with
+from .processes import kill_all_with, processes_with
 from .test_checkpoint_trouble import finished, published, unfinished, wait_next, went_on
-from .test_checkpoints import INTERVAL, KIT, LONG_S, QUIET, SOURCE, assert_good, resumes, train, verified, wait_published
+from .test_checkpoints import (
+    INTERVAL,
+    KIT,
+    LONG_S,
+    QUIET,
+    SOURCE,
+    assert_good,
+    resumes,
+    train,
+    verified,
+    wait_published,
+)
 
 STEPS = [10, 20, 30, 40, 50]
 
@@ -77,10 +88,10 @@ def test_a_flipped_bit_in_any_file(launch: Callable[..., Job], saves: Path) -> N
     flip(next(of(saves, 20).glob("__*_1.distcp")))
     flip(of(saves, 10, ".metadata"))  # of which nothing is read
     told = problems(saves)
-    for name in ("__1_0.distcp", "manifest.json", "__0.shard", "_1.distcp", ".metadata"):
+    for name in ("__1_0.distcp", "manifest.json", "rank 0: not a sidecar", "_1.distcp", ".metadata"):
         assert name in told, told
 
-    job = train(launch, saves, most_recent_k=2)
+    job = train(launch, saves)
     job.wait_event("resumed", LONG_S, round=2)
     assert_good(job)
     assert resumed_steps(job)[-1] == 10, job.output()
@@ -88,13 +99,22 @@ def test_a_flipped_bit_in_any_file(launch: Callable[..., Job], saves: Path) -> N
     for step in (50, 40, 30, 20):
         assert any(text.startswith(f"step {step} (round 0), durable tier:") for text in lines), lines
     job.assert_rounds(3)
-    wait_published(job, saves, 20)
+    wait_replaced(job, saves, 20)
     verified_step(saves, 20)
     assert job.finish(LONG_S) == 0
     kept = {name.partition(".")[0] for name in os.listdir(saves)}
     assert {f"iter_{step:07d}" for step in (50, 40, 30)} <= kept, kept
-    assert len(list(saves.glob("iter_0000020.bad-*"))) == 1, "the bad one has made room, and is kept"
-    assert "__1_0.distcp" in problems(saves)
+    assert list(saves.glob("iter_0000050*/BAD-1")), "a later job need not read it"
+    assert ".metadata" in problems(saves)
+
+
+def wait_replaced(job: Job, folder: Path, step: int) -> None:
+    """Wait until a save of this step has taken the place of the one of an earlier job, which is kept."""
+
+    def replaced() -> bool:
+        return len(list(folder.glob(f"iter_{step:07d}.bad-*/BAD"))) == 1 and of(folder, step, "manifest.json").exists()
+
+    job.wait_for(replaced, f"another save of step {step}", LONG_S)
 
 
 def verified_step(folder: Path, step: int) -> None:
@@ -134,6 +154,7 @@ def test_an_explicit_step_wins(launch: Callable[..., Job], saves: Path) -> None:
     job.wait_event("resumed", LONG_S, round=0)
     assert resumed_steps(job) == [20]
     assert_good(job)
+    wait_replaced(job, saves, 30)
     assert job.finish(LONG_S) == 0
 
     other = train(launch, saves, ckpt_step=25)
@@ -156,8 +177,7 @@ def test_a_checkpoint_that_makes_the_trainer_crash(launch: Callable[..., Job], s
     assert resumed_steps(job) == [50, 50, 40]
     assert_good(job)
     assert "step 50" in job.log("struck")[0]["text"]
-    assert of(saves, 50, "manifest.json").exists(), "it is not deleted"
-    job.wait_for(lambda: job.events("saved", round=2), "a save in round 2")
+    wait_replaced(job, saves, 50)
     assert job.finish(LONG_S) == 0
 
 
@@ -179,7 +199,7 @@ def test_a_save_of_a_round_that_is_over(launch: Callable[..., Job], tmp_path: Pa
         if round.index == 0 and round.rank == 0 and step == 25:
             wait_said("raise", round)
             raise ValueError("once")
-    train_and_save(fault, patience_s=0.1)
+    train_and_save(fault, patience_s=10)
     """
     job = train(launch, folder, "from trainer_kit import wait_said\n" + dedent(source), env=env, save_timeout=60)
     done = job.folder / "done-stop"
@@ -223,7 +243,8 @@ def test_everything_is_killed_in_mid_save(launch: Callable[..., Job], tmp_path: 
         wait_next(job, folder)
         wait_next(job, folder)
         job.wait_for(lambda: list(folder.glob("*.saving-*")), "a save that is being written")
-        kill_all_with(job.mark)
+        while processes_with(job.mark):  # one of them may just have started another one
+            kill_all_with(job.mark)
         killed = max(published(folder))
         for process in job.processes():
             process.wait(10)
@@ -235,6 +256,7 @@ def test_everything_is_killed_in_mid_save(launch: Callable[..., Job], tmp_path: 
     wait_next(last, folder)
     assert_good(last)
     finished(last, folder)
-    assert unfinished(folder) == []
+    of_dead = [name for name in unfinished(folder) if int(name[5:].partition(".")[0]) <= max(published(folder))]
+    assert of_dead == [], "unfinished ones of dead jobs"
     assert len(published(folder)) == 3
     assert {name for name in set(os.listdir("/dev/shm")) - shared if "perdure" in name} == set()

@@ -4,12 +4,14 @@ import os
 import signal
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
+from perdure.checkpoint_io.settings import VARIABLE, CheckpointSettings
 from perdure.protocol.faults import FaultKind
 from perdure.protocol.names import RESERVE
-from perdure.protocol.rank_messages import Enter, Entered, Finish, Interrupt, Leaving, Raised, Ready, Returned
+from perdure.protocol.rank_messages import Enter, Entered, Facts, Finish, Interrupt, Leaving, Raised, Ready, Returned
 from perdure.worker_runtime import beats
 
 from .harness import Rank, trainer, trainers
@@ -264,3 +266,30 @@ thread = threading.Thread(target=train); thread.start(); thread.join()
 """)
     assert done.stdout == ""
     assert "main thread only" in done.stderr
+
+
+def test_a_save_in_another_thread_is_refused_and_costs_nothing(tmp_path: Path) -> None:
+    environ = {VARIABLE: CheckpointSettings(node="n0", save=str(tmp_path)).text()}
+    with trainer(
+        """
+        said = []
+        @perdure.resilient
+        def train(round):
+            def save():
+                try:
+                    round.checkpointer.save(1, {"a": torch.ones(3)})
+                except RuntimeError as error:
+                    said.append(str(error))
+            for _ in range(3):
+                thread = threading.Thread(target=save); thread.start(); thread.join()
+            return round.checkpointer.save(2, {"a": torch.ones(3)}).wait(20)
+        print(train(), len(said), said[0])
+        """,
+        torch=True,
+        env=environ,
+    ) as rank:
+        rank.start()
+        assert rank.expect(Facts).facts[0].save.step == 2
+        rank.expect(Returned)
+        _, stdout, _ = rank.finish()
+        assert stdout.startswith("True 3 round.checkpointer.save works in the main thread only")

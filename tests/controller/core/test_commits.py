@@ -305,8 +305,49 @@ def test_a_copy_that_fails_is_told_and_not_ordered_for_ever() -> None:
     assert len(bank.told("save_failed")) == 1
 
 
+def test_a_copy_that_fails_when_nobody_wants_it_any_more_is_no_failure_of_the_rank() -> None:
+    bank = Bank((1, 1), msgspec.structs.replace(BOTH, replication=1)).open()
+    save = bank.written(10, LOCAL)
+    for step in (20, 30):
+        bank.written(step, LOCAL)
+    assert save not in [order.save for order in bank.orders("n1").replicate], "it is being deleted"
+    bank.say("n1", bank.fact(save, What.FAILED, LOCAL, 0, "host1", world_size=0, why="it is gone"))
+    assert bank.told("save_failed") == []
+
+
+def test_what_a_restoring_rank_has_brought_to_its_node_is_a_copy_and_deleted_like_one() -> None:
+    bank = Bank((1, 1)).open()
+    save = bank.written(10, LOCAL)
+    bank.restart()
+    bank.say("n1", bank.fact(save, What.WRITTEN, LOCAL, 0, "host1"))
+    bank.restart()
+    resume = bank.resume("n0")
+    assert resume is not None
+    assert {(place.rank, place.node) for place in resume.places} == {(0, "host0"), (0, "host1"), (1, "host1")}
+    for step in (20, 30):
+        bank.written(step, LOCAL)
+    assert all(bank.pruned(agent, LOCAL) == [10] for agent in bank.nodes)
+
+
 def test_no_copies_are_made_of_a_lost_nodes_shards() -> None:
     bank = Bank((1, 1, 1), msgspec.structs.replace(BOTH, replication=1)).open()
     bank.written(100, LOCAL)
     bank.silent("n0")
     assert all(order.place.node != "host0" for agent in ("n1", "n2") for order in bank.orders(agent).replicate)
+
+
+@pytest.mark.parametrize("of", ["an earlier job", "this job, and bad"])
+def test_a_save_is_published_over_one_of_its_step(of: str) -> None:
+    bank = Bank()
+    if of == "an earlier job":
+        old = SaveId(200, 1, 3)
+        bank.stock["n0"] = [bank.found(200)]
+        bank.open()
+    else:
+        bank.open().published(100)
+        old = bank.published(200)
+        bank.bad(old, DURABLE, 0)
+        bank.restart()
+    save = bank.written(200, DURABLE)
+    [order] = bank.orders("n0").publish
+    assert (order.save, order.over) == (save, old)

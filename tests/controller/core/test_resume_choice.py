@@ -60,6 +60,18 @@ def test_each_node_is_told_the_shards_that_it_lacks() -> None:
     ]
 
 
+def test_of_a_shard_that_has_copies_its_own_node_is_told_them_too() -> None:
+    """Its own may turn out to be bad; that its own should be there is told as well."""
+    bank = Bank(settings=msgspec.structs.replace(BOTH, replication=1)).open()
+    save = bank.written(100, LOCAL)
+    bank.say("n1", bank.fact(save, What.WRITTEN, LOCAL, 0, "host1"))
+    bank.restart()
+    resume = bank.resume("n0")
+    assert resume is not None
+    places = {(place.rank, place.node) for place in resume.places}
+    assert places == {(0, "host0"), (0, "host1"), (2, "host1"), (3, "host1")}, "1 is on its own node alone"
+
+
 def test_a_lost_nodes_shards_are_read_from_their_copies() -> None:
     bank = Bank((2, 2, 2), msgspec.structs.replace(BOTH, replication=1)).open()
     save = bank.written(100, LOCAL)
