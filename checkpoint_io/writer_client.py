@@ -179,7 +179,7 @@ class Writer:
         with self._changed:
             self._closed = True
             for child in self._children:
-                self._lose(child, f"the job ends, and this was not written within the {deadline_s:g} s given for it")
+                self._lose(child, "the job ended before it was written")
             self._ring()
         # The process may be stuck in the kernel: then it is left behind, killed.
         self._thread.join(STOP_LIMIT_S + 2 * GRACE_S)

@@ -21,7 +21,7 @@ FIRST_STEPS_S = 60.0
 _DETERMINISTIC_ERRORS = frozenset(
     {
         "ImportError", "ModuleNotFoundError", "SyntaxError", "IndentationError", "NameError", "TypeError",
-        "AttributeError", "ArgumentError", "ConfigurationError",
+        "AttributeError", "ArgumentError", "ConfigurationError", "StateMismatch",
     }
 )  # fmt: skip
 """What a wrong program raises, every time, before it has done any work."""

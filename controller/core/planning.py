@@ -8,6 +8,7 @@ from ...protocol.exit_codes import PASSED_THROUGH, ExitCode
 from ...protocol.faults import Fault, FaultKind
 from ...protocol.messages import Stage
 from . import wording
+from .blame import judge
 from .budget import is_hopeless, round_allowed
 from .choice import Choice
 from .commits import STOCK_TIMEOUT_S
@@ -203,9 +204,17 @@ class Planning:
         try:
             choice = self._choose(first=index == 0)
         except NoCheckpoint as error:
-            return job.end(error.code, str(error))
+            return job.end(error.code, f"{error}{self._lastly()}")
         self._open_round(index, place(candidates, self._previous(), size), choice)
         return True
+
+    def _lastly(self) -> str:
+        """How the round before ended, to be put behind why there is none after it."""
+        closed = self._job.closed
+        if closed is None:
+            return ""
+        cause = judge(list(closed.findings.values())).cause
+        return f"; last: {wording.describe(cause.fault, cause.rank)}"
 
     def _choose(self, *, first: bool) -> Choice | None:
         job = self._job

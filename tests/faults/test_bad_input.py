@@ -159,7 +159,7 @@ def test_the_journal_of_another_job(headless: Job) -> None:
 
 def test_a_damaged_journal_is_refused_with_the_offset(headless: Job) -> None:
     path = headless.run_dir / "journal"
-    offset, payload = list(read_records(path))[2]
+    offset, payload = list(read_records(path))[1]  # there is always one behind it: the last may be half written
     content = bytearray(path.read_bytes())
     place = content.index(payload)
     content[place + len(payload) // 2] ^= 0x40

@@ -112,7 +112,7 @@ def test_a_suspect_is_left_out_before_the_job_is_given_up() -> None:
     assert "3 equal failures in n0/0 without progress: leaving out n0/0" in desk.told("suspect")[0]
 
 
-@pytest.mark.parametrize("error", ["ImportError", "ModuleNotFoundError", "TypeError", "SyntaxError"])
+@pytest.mark.parametrize("error", ["ImportError", "ModuleNotFoundError", "TypeError", "SyntaxError", "StateMismatch"])
 def test_a_wrong_program_is_not_retried(error: str) -> None:
     desk = Desk((2,)).form()
     desk.fault("n0/0", error=error, detail="Traceback: the last line")
