@@ -8,6 +8,7 @@ Rules:
 - Whatever goes wrong, all files of the attempt are removed, and the error names the path, the cause and the sizes.
 - Each chunk is handed to the disk as soon as it is copied (sync_file_range), so that the final fsync has little left:
   measured at 1.4 times the speed of one fsync at the end.
+- What is hashed is written while it still is in the core's cache: memory is what a trainer on the same node lacks.
 """
 
 import ctypes
@@ -17,11 +18,13 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from typing import NamedTuple, Protocol
 
-from xxhash import xxh3_64_intdigest
+from xxhash import xxh3_64, xxh3_64_intdigest
 
 from .formats import CHUNK, DataFile, digest_of
 from .names import data_name, sidecar_name
 
+PIECE = 256 << 10
+"""Hashed and written at once; it fits the second-level cache of any server's core."""
 _OUR_FOLDER_TRIES = 5
 _START_WRITING = 2
 """SYNC_FILE_RANGE_WRITE of <fcntl.h>."""
@@ -257,14 +260,23 @@ class _Attempt:
         at = 0
         for chunk in source.chunks():
             self._check()
-            digests.append(xxh3_64_intdigest(chunk))
-            done = 0
-            while done < len(chunk):
-                done += os.pwrite(file, chunk[done:], at + done)
+            digests.append(_write_hashed(file, chunk, at))
             # Where this is not known, fsync does all of it.
             _libc.sync_file_range(file, at, len(chunk), _START_WRITING)
             at += len(chunk)
         return tuple(digests)
+
+
+def _write_hashed(file: int, chunk: memoryview, at: int) -> int:
+    """The chunk's digest."""
+    digest = xxh3_64()
+    for begin in range(0, len(chunk), PIECE):
+        piece = chunk[begin : begin + PIECE]
+        digest.update(piece)
+        done = 0
+        while done < len(piece):
+            done += os.pwrite(file, piece[done:], at + begin + done)
+    return digest.intdigest()
 
 
 def _reserve(file: int, size: int) -> None:

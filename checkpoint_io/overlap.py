@@ -58,6 +58,8 @@ def subtract(wanted: Sequence[Box], found: Box) -> list[Box]:
     """What is still missing of `wanted` when `found` is there."""
     rest: list[Box] = []
     for box in wanted:
+        if box == found:
+            continue
         common = intersection(box, found)
         rest.extend([box] if common is None else without(box, common))
     return rest

@@ -22,7 +22,7 @@ from ..protocol.checkpoints import Resume, SaveId, Tier
 from .flatten import Path, flatten
 from .shard_reader import ShardReader
 from .sources import BadShard, RestoreError, Shard, Sources, Where
-from .targets import Targets
+from .targets import Plan, Targets
 
 __all__ = ["RestoreError", "Restored", "StateMismatch", "Where", "restore"]
 
@@ -126,14 +126,14 @@ class _Reading:
             self._refuse(shard.misfits)
             if not shard.wanted:
                 return
-            plan = self._targets.plan(shard)
+            plan = Plan()
             try:
-                self._reader.read(shard, plan.ranges)
+                self._reader.read(shard, self._targets.ranges(shard, plan))
             except BadShard as error:
                 self._sources.reject(shard, error)
                 continue
             self._targets.settle(plan, shard)
-            if plan.ranges:
+            if not plan.empty:
                 self.used.append(shard)
             return
 

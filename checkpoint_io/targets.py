@@ -1,6 +1,6 @@
 """What a state wants from a checkpoint: a box of elements for each local tensor, bytes for each other value.
 
-`survey` compares a sidecar with what is wanted, `plan` says which bytes of a shard to read and where they go. Bytes go
+`survey` compares a sidecar with what is wanted, `ranges` says which bytes of a shard to read and where they go. They go
 straight into a tensor's own memory where they lie there in the order of the file; everything else (another device or
 dtype, strides, a part of a saved chunk that is no single run) takes a buffer and one copy. What a plan covers counts
 only once it is settled, after its bytes are read and verified: so another copy of the shard can be tried in its place.
@@ -8,8 +8,9 @@ only once it is settled, after its bytes are read and verified: so another copy 
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from math import prod
+from operator import attrgetter
 from typing import Any
 
 import msgspec
@@ -23,6 +24,7 @@ from .shares import Chunk, chunk_of
 from .sources import BadShard, Shard
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
+_PLACE = attrgetter("file", "at")
 
 
 class Need:
@@ -30,16 +32,15 @@ class Need:
 
     __slots__ = ("box", "direct", "dtype", "fqn", "left", "seen", "shape", "target")
 
-    def __init__(self, fqn: str, target: torch.Tensor, shape: tuple[int, ...], offsets: tuple[int, ...]) -> None:
+    def __init__(self, fqn: str, target: torch.Tensor, shape: tuple[int, ...], box: Box) -> None:
         self.fqn = fqn
         self.shape = shape
         self.dtype = target.dtype
-        self.box = Box(offsets, tuple(target.shape))
-        self.left = [self.box] if self.box.volume else []
+        self.box = box
+        self.left = [box] if target.numel() else []
         self.seen = False
-        plain = type(target) in _PLAIN and target.device.type == "cpu"
-        self.target = target.detach()
-        self.direct = plain and not target.is_conj() and not target.is_neg()
+        self.direct = type(target) in _PLAIN and target.is_cpu and not target.is_conj() and not target.is_neg()
+        self.target = target.detach() if target.requires_grad else target
 
     def part(self, box: Box) -> torch.Tensor:
         """The elements of `box`, as a view of the target."""
@@ -51,12 +52,15 @@ class Need:
 
 
 class Plan:
-    """What to read of one shard."""
+    """What is read of one shard. It is made while `Targets.ranges` is gone through, and while values are read."""
 
     def __init__(self) -> None:
-        self.ranges: list[Range] = []
         self.chunks: list[tuple[Need, Box]] = []
         self.values: dict[str, bytes] = {}
+
+    @property
+    def empty(self) -> bool:
+        return not self.chunks and not self.values
 
 
 class Targets:
@@ -77,7 +81,8 @@ class Targets:
             if isinstance(tensor, DTensor):
                 self._want_part(fqn, tensor, known)
             else:
-                self.needs[fqn] = Need(fqn, tensor, tuple(tensor.shape), (0,) * tensor.dim())
+                shape = tuple(tensor.shape)
+                self.needs[fqn] = Need(fqn, tensor, shape, Box((0,) * len(shape), shape))
         self._left = sum(bool(need.left) for need in self.needs.values())
         _share_no_memory(self.needs.values())
 
@@ -92,7 +97,8 @@ class Targets:
             return
         if (chunk := known[key]) is not None:
             with torch.no_grad():
-                self.needs[fqn] = Need(fqn, tensor.to_local(), tuple(tensor.shape), chunk.offsets)
+                local = tensor.to_local()
+                self.needs[fqn] = Need(fqn, local, tuple(tensor.shape), Box(chunk.offsets, tuple(local.shape)))
 
     @property
     def complete(self) -> bool:
@@ -130,7 +136,7 @@ class Targets:
                 )
             elif (common := intersection(need.box, Box(item.offsets, item.sizes))) is not None:
                 items.append(item)
-                nbytes += common.volume * (item.nbytes // prod(item.sizes))
+                nbytes += common.volume * dtype_of(item.dtype).itemsize
         sidecar = msgspec.structs.replace(shard.sidecar, items=tuple(items))
         return replace(shard, sidecar=sidecar, wanted=nbytes, misfits=misfits)
 
@@ -142,20 +148,18 @@ class Targets:
         elif item.offsets is not None:
             misfits[item.fqn] = f"{item.fqn!r} was saved as a tensor, and is none in the state"
 
-    def plan(self, shard: Shard) -> Plan:
-        """What the shard, which was surveyed, has of what is still missing."""
-        plan = Plan()
+    def ranges(self, shard: Shard, plan: Plan) -> Iterator[Range]:
+        """What the shard, which was surveyed, has of what is still missing, in the order of its files."""
         taken: set[str] = set()
-        for item in shard.sidecar.items:
+        for item in sorted(shard.sidecar.items, key=_PLACE):
             need = self.needs.get(item.fqn)
             if need is not None and item.offsets is not None:
                 if need.left:
-                    _plan_chunk(plan, need, item, Box(item.offsets, item.sizes))
+                    yield from _ranges_of_chunk(plan, need, item, Box(item.offsets, item.sizes))
             elif item.fqn in self._values_left and item.fqn not in taken:
                 taken.add(item.fqn)
                 keep = partial(_keep_value, plan.values, item.fqn)
-                plan.ranges.append(Range(item.file, item.at, item.length, finish=keep))
-        return plan
+                yield Range(item.file, item.at, item.length, finish=keep)
 
     def settle(self, plan: Plan, shard: Shard) -> None:
         """All of `plan` is read and verified."""
@@ -171,7 +175,7 @@ def _keep_value(values: dict[str, bytes], fqn: str, data: torch.Tensor) -> None:
     values[fqn] = bytes(view_of(data))
 
 
-def _plan_chunk(plan: Plan, need: Need, item: Item, chunk: Box) -> None:
+def _ranges_of_chunk(plan: Plan, need: Need, item: Item, chunk: Box) -> Iterator[Range]:
     """Read what `need` lacks of a saved chunk: from the first to the last element of it."""
     if chunk == need.box and len(need.left) == 1:
         # The layout is that of the save: the common case, and not to cost more than it must.
@@ -187,13 +191,13 @@ def _plan_chunk(plan: Plan, need: Need, item: Item, chunk: Box) -> None:
     plan.chunks.append((need, chunk))
     if len(parts) == 1 and parts[0].volume == end - first and (target := need.part(parts[0])).is_contiguous():
         if need.direct and need.dtype == dtype:
-            plan.ranges.append(Range(item.file, at, nbytes, into=target))
+            yield Range(item.file, at, nbytes, into=target)
         else:
-            plan.ranges.extend(_runs(item.file, at, nbytes, dtype, target.view(-1)))
+            yield from _runs(item.file, at, nbytes, dtype, target.view(-1))
         return
     pieces = [(part, begin - first) for part, (begin, _) in zip(parts, spans, strict=True)]
     finish = _copier(need, dtype, strides_of(chunk.sizes), pieces)
-    plan.ranges.append(Range(item.file, at, nbytes, finish=finish))
+    yield Range(item.file, at, nbytes, finish=finish)
 
 
 def _runs(file: int, at: int, nbytes: int, dtype: torch.dtype, target: torch.Tensor) -> Iterator[Range]:
@@ -230,6 +234,7 @@ def _copier(
     return copy
 
 
+@cache
 def dtype_of(name: str) -> torch.dtype:
     dtype = getattr(torch, name, None)
     if not isinstance(dtype, torch.dtype):
@@ -243,12 +248,8 @@ def _check(item: Item, shard: Shard) -> None:
     size = files[item.file].size if 0 <= item.file < len(files) else -1
     good = item.at >= 0 and 0 < item.length <= size - item.at
     if good and item.offsets is not None:
-        inside = len(item.offsets) == len(item.sizes) == len(item.shape) and all(
-            0 <= begin <= begin + length <= whole
-            for begin, length, whole in zip(item.offsets, item.sizes, item.shape, strict=True)
-        )
         good = (
-            inside
+            _lies_in(item.offsets, item.sizes, item.shape)
             and item.nbytes == prod(item.sizes) * dtype_of(item.dtype).itemsize
             and item.at <= item.data_at <= item.at + item.length - item.nbytes
         )
@@ -256,12 +257,21 @@ def _check(item: Item, shard: Shard) -> None:
         raise BadShard(f"its sidecar says of {item.fqn} what cannot be: {item}")
 
 
+def _lies_in(offsets: tuple[int, ...], sizes: tuple[int, ...], shape: tuple[int, ...]) -> bool:
+    if not len(offsets) == len(sizes) == len(shape):
+        return False
+    for begin, length, whole in zip(offsets, sizes, shape, strict=True):
+        if not 0 <= begin <= begin + length <= whole:
+            return False
+    return True
+
+
 def _share_no_memory(needs: Iterable[Need]) -> None:
     """Tied tensors are not read into directly: one would change under the other while it is verified."""
     extents: list[tuple[int, int, Need]] = []
     for need in needs:
-        if need.target.device.type == "cpu" and need.left:
-            target = need.target
+        target = need.target
+        if target.is_cpu and need.left:
             begin, nbytes = target.data_ptr(), target.nbytes
             if not target.is_contiguous():
                 steps = zip(target.shape, target.stride(), strict=True)
