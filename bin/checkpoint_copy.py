@@ -13,9 +13,10 @@ import xxhash
 
 from ..checkpoint_io import names
 from ..checkpoint_io.catalog import Kind, look_published, read_all, read_manifest
-from ..checkpoint_io.files import delete_tree, sync_folder, write_atomic
+from ..checkpoint_io.files import delete_tree, write_atomic
 from ..checkpoint_io.formats import CHUNK, BadFormat, DataFile, digest_of, digest_of_save
 from ..protocol.checkpoints import SaveId
+from ..protocol.folders import sync_folder
 
 Progress = Callable[[int], object]
 """Is told of so many more bytes."""

@@ -56,6 +56,7 @@ class Buffers:
         self._ready: _Ready | None = None
         self._layouts = self._nth = 0
         self._used: tuple[int, Layout | None] = (0, None)
+        self._checked = False
         self._making = threading.Lock()
         self._known: dict[int, int] = {}
         """Images that the writer knows, and how large they were when it was told."""
@@ -166,6 +167,8 @@ class Buffers:
     def _make(self, ready: _Ready, flat: Flat, turn: Turn) -> None:
         """In a thread, which forgets the state when it is through: nothing here keeps a tensor of the trainer's."""
         try:
+            if turn.rank == 0:
+                self._check_torch()
             shared = self._share(flat, ready, turn)
             layout = build_layout(flat, turn.rank, turn.world_size, shared=shared, atomic=self._atomic)
             with self._making:
@@ -176,6 +179,22 @@ class Buffers:
             ready.error = error
         finally:
             ready.done.set()
+
+    def _check_torch(self) -> None:
+        """Once: a torch that cannot read what is written is better known now than when it has to."""
+        if self._checked:
+            return
+        self._checked = True
+        try:
+            from .dcp_check import check_against_torch
+
+            check_against_torch()
+        except Exception as error:
+            self._note(
+                "warning",
+                f"checkpoints: torch.distributed.checkpoint may not be able to load what is saved; perdure itself can:"
+                f" {error}",
+            )
 
     def _share(self, flat: Flat, ready: _Ready, turn: Turn) -> frozenset[str]:
         """The names of what all ranks hold, which is shared out among them."""

@@ -22,7 +22,8 @@ from pathlib import Path
 import msgspec
 
 from ..protocol.checkpoints import Fact, SaveId, Tier, What
-from .files import sync_folder, write_atomic
+from ..protocol.folders import sync_folder
+from .files import write_atomic
 from .formats import BadFormat, Manifest, Sidecar, decode_manifest, decode_sidecar, digest_of, digest_of_save
 from .names import (
     DCP_METADATA,

@@ -33,7 +33,6 @@ class Checkpointer:
         self._tell = tell
         self._note = note
         self._saver = Saver(settings, tell, note)
-        self._turn: Turn | None = None
         self._has_folder = settings.save is not None or settings.local is not None
 
     # ---- for a training function ------------------------------------------------------------------------------
@@ -68,7 +67,7 @@ class Checkpointer:
         Tensors keep their memory and device, and are resharded as needed; values are replaced in the (nested) state.
         Every byte is verified. RestoreError: this save cannot be read; let it go on, and the next round gets another.
         """
-        turn = self._turn
+        turn = self._saver.turn
         if turn is None:
             raise RuntimeError("no round has begun: restore inside the function that perdure.resilient runs")
         resume = turn.resume
@@ -106,7 +105,6 @@ class Checkpointer:
     # ---- for the runtime --------------------------------------------------------------------------------------
 
     def begin(self, turn: Turn) -> None:
-        self._turn = turn
         self._saver.begin(turn)
 
     def finish(self) -> None:
@@ -119,7 +117,7 @@ class Checkpointer:
 
     def _fetch(self, save: SaveId, place: Place) -> None:
         """Bring another node's shard here, by a process of its own: ranks do not load ZeroMQ."""
-        settings, turn = self._settings, self._turn
+        settings, turn = self._settings, self._saver.turn
         pause = turn.pause if turn is not None else nullcontext
         task = Task(place.address, save, place.rank, str(settings.local), FETCH_S, settings.keys)
         command = [sys.executable, "-P", "-m", "perdure.checkpoint_io.fetch"]
@@ -139,6 +137,6 @@ class Checkpointer:
             raise OSError(f"reading from {place.address} ended with code {done.returncode}: {last}") from None
         if answer.error:
             raise OSError(answer.error)
-        world_size = self._turn.resume.world_size if self._turn is not None and self._turn.resume is not None else 0
+        world_size = turn.resume.world_size if turn is not None and turn.resume is not None else 0
         # It is one more copy, which must be known to be deleted one day.
         self._tell(Fact(save, What.WRITTEN, Tier.LOCAL, place.rank, settings.node, world_size, nbytes=answer.nbytes))

@@ -1,4 +1,7 @@
-"""Does this torch read what `dcp_metadata` writes? For the trainer's side, once before the first save: it has torch."""
+"""Does this torch read what `dcp_metadata` writes? Rank 0 asks before its first save: whoever publishes has no torch.
+
+Importing this fails where torch lacks one of the classes.
+"""
 
 import pickle
 from dataclasses import MISSING, fields

@@ -20,6 +20,7 @@ from typing import NamedTuple, Protocol
 
 from xxhash import xxh3_64, xxh3_64_intdigest
 
+from ..protocol.folders import NO_SUCH_CALL, sync_folder
 from .formats import CHUNK, DataFile, digest_of
 from .names import data_name, sidecar_name
 
@@ -28,7 +29,6 @@ PIECE = 256 << 10
 _OUR_FOLDER_TRIES = 5
 _START_WRITING = 2
 """SYNC_FILE_RANGE_WRITE of <fcntl.h>."""
-_NO_SUCH_CALL = frozenset({errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL})
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.sync_file_range.argtypes = (ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_uint)
@@ -196,7 +196,7 @@ class _Attempt:
         os.makedirs(self._folder, exist_ok=True)
         self._made_folder = bool(made)
         for each in made:
-            sync_folder(os.path.dirname(each))
+            sync_folder(os.path.dirname(each) or ".")
 
     def _clear(self, names: Sequence[str]) -> None:
         for name in names:
@@ -282,22 +282,10 @@ def _write_hashed(file: int, chunk: memoryview, at: int) -> int:
 def _reserve(file: int, size: int) -> None:
     while size and _libc.fallocate(file, 0, 0, size) != 0:
         code = ctypes.get_errno()
-        if code in _NO_SUCH_CALL:
+        if code in NO_SUCH_CALL:
             return
         if code != errno.EINTR:
             raise OSError(code, os.strerror(code))
-
-
-def sync_folder(path: str) -> None:
-    folder = os.open(path or ".", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        os.fsync(folder)
-    except OSError as error:
-        # Some network file systems cannot, and need not.
-        if error.errno not in _NO_SUCH_CALL:
-            raise
-    finally:
-        os.close(folder)
 
 
 def name_of(error: OSError) -> str:

@@ -25,8 +25,9 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from ..protocol.checkpoints import Fact, Publish, SaveId
+from ..protocol.folders import sync_folder
 from .alone import Committer
-from .files import delete_tree, sync_folder
+from .files import delete_tree
 from .formats import Manifest
 from .names import published_name
 from .publish import publish

@@ -24,6 +24,7 @@ import zmq
 
 from ..protocol.checkpoints import SaveId
 from ..protocol.endpoint import Endpoint, EndpointError
+from ..protocol.folders import sync_folder
 from ..protocol.keys import JobKeys, KeysError, keys_from_environment, load_keys
 from ..protocol.wire import new_context, parse_monitor_event, set_common_options
 from .depot_messages import (
@@ -40,7 +41,6 @@ from .depot_messages import (
     encode,
 )
 from .fetch_task import Answer, Task
-from .files import sync_folder
 from .formats import CHUNK, BadFormat, DataFile, Sidecar, decode_sidecar, digest_of
 from .names import data_name, local_name, local_save, sidecar_name
 

@@ -16,7 +16,7 @@ NEW = ".new-"
 
 
 def write_atomic(path: Path, data: bytes) -> None:
-    """`path` holds `data`, or what it held before. The rename is durable once `sync_folder` has run on the folder."""
+    """`path` holds `data`, or what it held before. The rename is durable once the folder is synced."""
     temporary = path.with_name(f"{NEW}{secrets.token_hex(4)}-{path.name}")
     try:
         fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
@@ -39,15 +39,6 @@ def remove_file(path: Path) -> None:
         os.unlink(path)
     except OSError:
         pass
-
-
-def sync_folder(path: Path) -> None:
-    """What was renamed in it stays renamed, whatever happens to the machine."""
-    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
 
 
 def delete_tree(path: Path) -> list[str]:

@@ -14,9 +14,10 @@ import os
 from pathlib import Path
 
 from ..protocol.checkpoints import Publish, SaveId
+from ..protocol.folders import sync_folder
 from .catalog import Found, Kind, look_published, mark_bad, nbytes_of, newest_usable, read_all, read_manifest, whose
 from .dcp_metadata import BadSave, encode
-from .files import NEW, delete_tree, remove_file, sync_folder, write_atomic
+from .files import NEW, delete_tree, remove_file, write_atomic
 from .formats import VERSION, BadFormat, Manifest, decode_manifest, digest_of, digest_of_save, encode_manifest
 from .names import DCP_METADATA, MANIFEST, MCORE_METADATA, TRACKER, bad_name, published_name, saving_name
 

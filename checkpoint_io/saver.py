@@ -57,7 +57,8 @@ class Saver:
         self._settings = settings
         self._tell = tell
         self._note = note
-        self._turn: Turn | None = None
+        self.turn: Turn | None = None
+        """The present round."""
         self._buffers = Buffers(atomic=settings.algo == "atomic" and settings.local is not None, note=note)
         self._buffers.heard = self._heard
         self._pid = os.getpid()
@@ -71,7 +72,7 @@ class Saver:
 
     def begin(self, turn: Turn) -> None:
         """A round begins: what earlier ones have not finished is dropped, and never published."""
-        self._turn = turn
+        self.turn = turn
         self._steps.clear()
         self._buffers.begin(turn)
         for saving, _ in self._present():
@@ -83,7 +84,7 @@ class Saver:
         deadline = monotonic() + timeout
         late: list[str] = []
         for saving, turn in self._present():
-            if turn is self._turn and not saving.wait(max(deadline - monotonic(), 0.0)):
+            if turn is self.turn and not saving.wait(max(deadline - monotonic(), 0.0)):
                 late.append(f"step {saving.step} was not durable {timeout:g} s after the end (save_timeout)")
         return late
 
@@ -241,9 +242,9 @@ class Saver:
             return list(self._savings.values())
 
     def _present_turn(self) -> Turn:
-        if self._turn is None:
+        if self.turn is None:
             raise RuntimeError("no round has begun: a Saver saves between `begin` and the end of the round")
-        return self._turn
+        return self.turn
 
 
 def _number(step: SupportsIndex) -> int:

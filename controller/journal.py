@@ -26,6 +26,7 @@ import time
 from collections.abc import Generator, Iterator
 from pathlib import Path
 
+from ..protocol.folders import sync_folder
 from .disk_space import FULL, describe_space, reserve
 from .journal_format import FORMAT, JournalError, JournalHeader, RecordReader, encode_header, frame
 
@@ -274,11 +275,7 @@ def _create(path: Path, header: JournalHeader) -> None:
         with contextlib.suppress(OSError):
             draft.unlink()
         raise
-    folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        os.fsync(folder)
-    finally:
-        os.close(folder)
+    sync_folder(path.parent)
 
 
 def _cannot_open(path: Path, error: OSError) -> JournalError:

@@ -22,6 +22,7 @@ from pathlib import Path
 import msgspec
 
 from ..protocol.exit_codes import ExitCode
+from ..protocol.folders import sync_folder
 from ..protocol.verdict import Verdict
 from .journal import JournalError, read_header
 from .logbook import READABLE_NAME, STRUCTURED_NAME
@@ -59,7 +60,7 @@ class RunDirectory:
                 file.flush()
                 os.fsync(fd)
             os.rename(draft, path)
-            _sync_directory(self.path)
+            sync_folder(self.path)
         except OSError as error:
             with contextlib.suppress(OSError):
                 draft.unlink()
@@ -100,7 +101,7 @@ class RunDirectory:
             if self.verdict.exists():
                 self._collect(moving)
             os.rename(moving, self.path / f"attempt-{number}")
-            _sync_directory(self.path)
+            sync_folder(self.path)
         except OSError as error:
             raise RunDirectoryError(
                 f"cannot put the finished attempt {number} of {self.path} away: {error.strerror} ({error.filename})"
@@ -127,9 +128,9 @@ class RunDirectory:
                 os.rename(path, moving / path.name)
         # Its keys open nothing any more, and an old secret is not worth keeping.
         self.keys.unlink(missing_ok=True)
-        _sync_directory(self.path)
+        sync_folder(self.path)
         os.rename(self.verdict, moving / self.verdict.name)
-        _sync_directory(moving)
+        sync_folder(moving)
 
 
 def _make(path: Path) -> None:
@@ -168,14 +169,6 @@ def _check_writable(path: Path) -> None:
         os.unlink(probe)
     except OSError as error:
         raise RunDirectoryError(f"cannot write into {path}: {error.strerror}; name another one") from error
-
-
-def _sync_directory(path: Path) -> None:
-    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
 
 
 def attempt_number(directory: RunDirectory, environ: Callable[[str], str | None]) -> int:

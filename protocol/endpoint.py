@@ -11,6 +11,7 @@ from pathlib import Path
 
 import msgspec
 
+from .folders import sync_folder
 from .names import ProcessId
 
 _LIMIT = 65_536
@@ -42,7 +43,9 @@ class Endpoint(msgspec.Struct, frozen=True):
                 file.flush()
                 os.fsync(file.fileno())
             os.replace(temporary, path)
-            _sync_directory(path.parent)
+            with contextlib.suppress(OSError):
+                # The name is there; whether it survives a power cut, when the job does not, matters little.
+                sync_folder(path.parent)
         except OSError as error:
             with contextlib.suppress(OSError):
                 temporary.unlink()
@@ -68,13 +71,3 @@ class Endpoint(msgspec.Struct, frozen=True):
             return msgspec.json.decode(data, type=Endpoint)
         except (msgspec.MsgspecError, ValueError) as error:
             raise EndpointError(f"{path} is no endpoint: {error}; remove it and restart the controller") from None
-
-
-def _sync_directory(path: Path) -> None:
-    """So that the new name survives a power cut; a file system that cannot do this has its own rules."""
-    with contextlib.suppress(OSError):
-        descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)

@@ -215,6 +215,19 @@ def test_a_forked_child_cannot_save(tmp_path: Path, ranks: Callable[..., Rank]) 
     rank.saved(2, state_of(2))
 
 
+def test_a_torch_that_cannot_load_it_is_told_of_and_does_not_stop_a_save(
+    tmp_path: Path, ranks: Callable[..., Rank], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rank = ranks(tmp_path)
+    monkeypatch.delattr("torch.distributed.checkpoint.filesystem._StorageInfo")
+    for step in (1, 2):
+        assert rank.saved(step, {"w": torch.ones(4)}) is not None
+    (warning,) = rank.notes
+    assert warning.startswith("warning: checkpoints: torch.distributed.checkpoint may not be able to load")
+    assert "_StorageInfo" in warning
+    assert torch.equal(read_back(tmp_path / published_name(2))["w"], torch.ones(4))
+
+
 def test_in_the_foreground(tmp_path: Path, ranks: Callable[..., Rank]) -> None:
     rank = ranks(tmp_path, async_save=False)
     saving = rank.saver.save(3, state_of(3))
