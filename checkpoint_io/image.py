@@ -18,10 +18,13 @@ import torch
 from torch import Tensor
 
 from .layout import PAGE, Layout
+from .memory import room
 
 _MADV_POPULATE_WRITE = 23
 _STRIDE = 64 << 20
-"""Touched at once; in between it is looked whether somebody wants to stop."""
+"""Allocated, and touched, at once; in between it is looked whether somebody wants to stop, and what is left."""
+_SPARED = 128 << 20
+"""Bytes that are not taken: the kernel would have to kill somebody before the last one is."""
 _SMALL = 32 << 10
 _LARGE = 8 << 20
 """Between these sizes memcpy copies a CPU tensor. torch would start its threads for each and wait for all of them: that
@@ -74,7 +77,7 @@ class Image:
         self._views, self._places, self._shapes, self._dtypes = [], [], [], []
         if self.size > self._capacity:
             self._unmap()
-            self._grow(self.size)
+            self._grow(self.size, stopped)
             self._populate(stopped)
         if layout.device is not None and not self._pinned:
             self._pin(layout.device)
@@ -89,10 +92,14 @@ class Image:
         self._dtypes = [view.dtype for view in self._views]
         self.layout = layout
 
-    def _grow(self, size: int) -> None:
+    def _grow(self, size: int, stopped: Callable[[], bool]) -> None:
         try:
             os.ftruncate(self.fd, size)
-            os.posix_fallocate(self.fd, 0, size)
+            for at in range(0, size, _STRIDE):
+                if stopped():
+                    break
+                self._check_room(at, min(_STRIDE, size - at))
+                os.posix_fallocate(self.fd, at, min(_STRIDE, size - at))
         except OSError as error:
             os.ftruncate(self.fd, 0)
             raise StagingError(
@@ -102,6 +109,17 @@ class Image:
         self._map = mmap.mmap(self.fd, size)
         self._bytes = torch.frombuffer(self._map, dtype=torch.uint8)
         self._capacity = size
+
+    def _check_room(self, at: int, nbytes: int) -> None:
+        """Asked part by part, since other ranks of the node take theirs meanwhile, and each alone would have fitted."""
+        found = room()
+        if found.nbytes < nbytes + _SPARED:
+            os.ftruncate(self.fd, 0)
+            raise StagingError(
+                f"staging stopped at {at:,} of {self.size:,} bytes of an image: only {found.nbytes:,} bytes are left by"
+                f" account of {found.where}, where other ranks take theirs too; save less on this rank, put fewer ranks"
+                " on the node, or raise the limit"
+            )
 
     def _populate(self, stopped: Callable[[], bool]) -> None:
         whole = self._bytes

@@ -235,6 +235,22 @@ def test_memory_that_cannot_be_had_later_is_told_to_who_wants_it(staged: list[St
     assert staging.acquire() is not None
 
 
+def test_memory_that_other_ranks_take_meanwhile_is_noticed_before_the_kernel_kills_somebody(
+    staged: list[Staging], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, layout = laid_out({"w": torch.ones(300_000)})
+    staged.append(staging := Staging(layout))
+    left = iter([1 << 30, 1 << 30, 1 << 27])
+    monkeypatch.setattr(image_module, "_STRIDE", 1 << 19)
+    monkeypatch.setattr(image_module, "room", lambda: Room(next(left), "the machine"))
+    with pytest.raises(StagingError, match=r"stopped at 1,048,576 of 1,20\d,\d+ bytes.*134,217,728 bytes are left"):
+        staging.acquire()
+    assert os.fstat(staging.images[0].fd).st_blocks == 0
+    monkeypatch.setattr(image_module, "room", lambda: Room(1 << 30, "the machine"))
+    staging.resize(layout)
+    assert staging.acquire() is not None
+
+
 def test_an_old_kernel_is_touched_page_by_page(staged: list[Staging], monkeypatch: pytest.MonkeyPatch) -> None:
     flat, layout = laid_out(some_state(300))
     monkeypatch.setattr(image_module, "_MADV_POPULATE_WRITE", 999)
