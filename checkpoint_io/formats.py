@@ -26,7 +26,8 @@ class Item(msgspec.Struct, frozen=True, array_like=True, gc=False):
     offsets, sizes: the chunk in the whole tensor of `shape`; None, () and () for a value that is no tensor.
     dtype: `float32`, as torch names it; empty for a value. index: DCP's MetadataIndex.index.
     at, length: the item in file number `file`: a complete zip archive of torch.save. data_at, nbytes: the tensor's raw
-    bytes in that file, contiguous in row-major order.
+    bytes in that file, contiguous in row-major order. digest: `digest_of` a value's bytes, empty for a tensor: a value
+    is unpickled, so who can write files must not be able to forge one, and the digests of chunks (xxh3) are no match.
     """
 
     fqn: str
@@ -41,6 +42,7 @@ class Item(msgspec.Struct, frozen=True, array_like=True, gc=False):
     length: int
     data_at: int
     nbytes: int
+    digest: bytes = b""
 
 
 class DataFile(msgspec.Struct, frozen=True, array_like=True, gc=False):

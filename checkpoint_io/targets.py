@@ -17,7 +17,7 @@ import msgspec
 import torch
 from torch.distributed.tensor import DTensor
 
-from .formats import CHUNK, Item
+from .formats import CHUNK, Item, digest_of
 from .overlap import Box, intersection, span, strides_of, subtract
 from .shard_reader import Range, view_of
 from .shares import Chunk, chunk_of
@@ -158,7 +158,7 @@ class Targets:
                     yield from _ranges_of_chunk(plan, need, item, Box(item.offsets, item.sizes))
             elif item.fqn in self._values_left and item.fqn not in taken:
                 taken.add(item.fqn)
-                keep = partial(_keep_value, plan.values, item.fqn)
+                keep = partial(_keep_value, plan.values, item)
                 yield Range(item.file, item.at, item.length, finish=keep)
 
     def settle(self, plan: Plan, shard: Shard) -> None:
@@ -171,8 +171,11 @@ class Targets:
             self._values_left.discard(fqn)
 
 
-def _keep_value(values: dict[str, bytes], fqn: str, data: torch.Tensor) -> None:
-    values[fqn] = bytes(view_of(data))
+def _keep_value(values: dict[str, bytes], item: Item, data: torch.Tensor) -> None:
+    value = bytes(view_of(data))
+    if digest_of(value) != item.digest:
+        raise BadShard(f"{item.fqn}, a value of its file {item.file}, is not what was written: its digest differs")
+    values[item.fqn] = value
 
 
 def _ranges_of_chunk(plan: Plan, need: Need, item: Item, chunk: Box) -> Iterator[Range]:

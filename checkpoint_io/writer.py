@@ -26,7 +26,7 @@ from time import monotonic
 
 from ..protocol.checkpoints import Tier
 from .disk import TRANSIENT, Copy, DamagedCopy, Memory, Shard, Source, Unwritable, name_of, write_shard
-from .formats import CHUNK, VERSION, DataFile, Item, Sidecar, encode_sidecar
+from .formats import CHUNK, VERSION, DataFile, Item, Sidecar, digest_of, encode_sidecar
 from .names import data_name, local_name, saving_name
 from .writer_messages import (
     LAYOUTS,
@@ -136,7 +136,8 @@ def lay_out_values(order: Write) -> tuple[bytes, tuple[Item, ...], int]:
     items: list[Item] = []
     at = share_end = 0
     for number, (fqn, path, data) in enumerate(order.values):
-        items.append(Item(fqn, path, (), None, (), "", None, 1, at, len(data), at, len(data)))
+        length, digest = len(data), digest_of(data)
+        items.append(Item(fqn, path, (), None, (), "", None, 1, at, length, at, length, digest))
         gap = -len(data) % ALIGNMENT
         parts += (data, bytes(gap))
         at += len(data) + gap

@@ -101,7 +101,7 @@ def write_shard(
     for fqn, value in (values or {}).items():
         archive = value if isinstance(value, bytes) else saved(value)
         path = (paths or {}).get(fqn, nested(fqn))
-        items.append(Item(fqn, path, (), None, (), "", None, 1, len(others), len(archive), 0, 0))
+        items.append(Item(fqn, path, (), None, (), "", None, 1, len(others), len(archive), 0, 0, digest_of(archive)))
         others += archive
     contents = [bytes(tensors), bytes(others)] if others else [bytes(tensors)]
     for number, data in enumerate(contents):

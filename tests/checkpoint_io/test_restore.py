@@ -5,17 +5,18 @@ import random
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from perdure.checkpoint_io.formats import CHUNK
-from perdure.checkpoint_io.names import local_name, published_name
+from perdure.checkpoint_io.formats import CHUNK, decode_sidecar, digest_of, encode_sidecar
+from perdure.checkpoint_io.names import data_name, local_name, published_name, sidecar_name
 from perdure.checkpoint_io.restore import RestoreError, StateMismatch, Where, restore
 from perdure.protocol.checkpoints import Resume, Tier
 
-from .shards import SAVE, part, resume_of, split, whole, write_shard
+from .shards import SAVE, digested, part, resume_of, saved, split, whole, write_shard
 
 
 class Mine:
@@ -228,6 +229,22 @@ def test_a_hostile_pickle_is_never_run_unless_this_job_wrote_it(tmp_path: Path) 
         assert not made.exists()
     restore({"x": None}, resume_of([digest], durable=True), Where(save=tmp_path))
     assert made.exists()
+
+
+def test_a_value_that_was_forged_under_the_digests_of_its_chunks_is_not_unpickled(tmp_path: Path) -> None:
+    """They find a flipped bit and no more: whoever wants to can make other bytes that have the same."""
+    made, folder = tmp_path / "made", durable(tmp_path)
+    write_shard(folder, 0, 1, {}, {"x": 5})
+    forged = saved(Hostile(made))
+    sidecar = decode_sidecar((folder / sidecar_name(0)).read_bytes())
+    item = msgspec.structs.replace(sidecar.items[0], length=len(forged))
+    there = msgspec.structs.replace(sidecar, items=(item,), files=(sidecar.files[0], digested(forged)))
+    (folder / data_name(0, 1)).write_bytes(forged)
+    (folder / sidecar_name(0)).write_bytes(data := encode_sidecar(there))
+    for trust in (False, True):
+        with pytest.raises(RestoreError, match="x, a value of its file 1, is not what was written"):
+            restore({"x": None}, resume_of([digest_of(data)], durable=True), Where(save=tmp_path), trust=trust)
+    assert not made.exists()
 
 
 def test_a_value_of_a_class_that_is_gone(tmp_path: Path) -> None:
