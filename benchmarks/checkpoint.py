@@ -115,13 +115,13 @@ class Comparison:
         """If it cannot start once, it is not tried again: that is said once."""
         if not self.ours_works:
             return None
-        crew = try_to(f"{self.case} {OURS}", partial(self.enter, stack, OURS))
+        crew = try_to(f"{self.case} {OURS}", partial(self.enter, stack, self.case.ours))
         self.ours_works = crew is not None
         return crew
 
     def enter(self, stack: ExitStack, method: str) -> Crew:
         crew = stack.enter_context(Crew(method, self.case))
-        self.prepared.setdefault(method, []).append(crew.prepared_s)
+        self.prepared.setdefault(OURS if method == self.case.ours else method, []).append(crew.prepared_s)
         return crew
 
 
@@ -227,13 +227,14 @@ def main() -> int:
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2])
     parser.add_argument("--size-mb", type=int, nargs="+", default=[256, 1024], help="MiB of state over all ranks")
     parser.add_argument("--saves", type=int, default=5, help="of each side and peer, after the first")
+    parser.add_argument("--tier", choices=("durable", "local"), default="durable", help="which of ours is compared")
     parser.add_argument("--methods", nargs="+", choices=METHODS, default=list(METHODS), metavar="METHOD")
     parser.add_argument("--parts", nargs="+", choices=[*PARTS, COMMIT], default=[*PARTS, COMMIT])
     options = parser.parse_args()
     if options.quick:
         options = argparse.Namespace(**{**vars(options), **QUICK})
     parts = [part for part in PARTS if part in options.parts]
-    cases = [Case(ranks, size) for size in options.size_mb for ranks in options.ranks] if parts else []
+    cases = [Case(ranks, size, options.tier) for size in options.size_mb for ranks in options.ranks] if parts else []
     comparisons = [Comparison(case, options.saves) for case in cases]
     commits: list[Row] = []
     try:

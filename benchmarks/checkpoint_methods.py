@@ -38,11 +38,19 @@ SHM = "/dev/shm/"
 
 
 class Case(NamedTuple):
+    """tier: which of perdure's own is measured; a peer has but one."""
+
     ranks: int
     mib: int
+    tier: str = "durable"
 
     def __str__(self) -> str:
-        return f"ranks={self.ranks} {self.mib} MiB"
+        local = " local tier" if self.tier == "local" else ""
+        return f"ranks={self.ranks} {self.mib} MiB{local}"
+
+    @property
+    def ours(self) -> str:
+        return f"{OURS}_{self.tier}"
 
     @property
     def size(self) -> int:

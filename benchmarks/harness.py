@@ -5,6 +5,7 @@ both, and only medians and their ratio are compared. Stamps are CLOCK_MONOTONIC,
 """
 
 import argparse
+import contextlib
 import json
 import os
 import platform
@@ -233,7 +234,8 @@ class Job:
         for process in self.processes:
             process.wait(timeout=10)
             if process.stdin is not None:
-                process.stdin.close()
+                with contextlib.suppress(BrokenPipeError):  # a command that it did not live to read
+                    process.stdin.close()
 
     def members(self) -> list[int]:
         mark = self.mark.encode()

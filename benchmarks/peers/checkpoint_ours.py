@@ -6,6 +6,7 @@ from each rank that its shard is durable, and publishes. A save counts as done o
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 import threading
@@ -16,6 +17,7 @@ from time import monotonic
 import torch.distributed as dist
 from checkpoint_method import Method, State
 
+from perdure.checkpoint_io.names import local_name
 from perdure.checkpoint_io.restore import Where, restore
 from perdure.checkpoint_io.saver import Saver
 from perdure.checkpoint_io.saving import Saving
@@ -32,6 +34,9 @@ LAYING_OUT = ("perdure-layout", "perdure-staging")
 class Ours(Method):
     """The durable tier alone: the same disk as the peers', written once."""
 
+    LOCAL = False
+    KNOB = "save"
+
     def prepare(self, state: State) -> None:
         super().prepare(state)
         rank, world_size = self.place.rank, self.place.world_size
@@ -42,10 +47,12 @@ class Ours(Method):
             self.place.folder.mkdir(parents=True, exist_ok=True)
             self.published.mkdir()
             os.mkfifo(pipe)
-            self.publisher = start_publisher(pipe, self.place.folder, self.published, world_size)
+            self.publisher = start_publisher(
+                pipe, None if self.LOCAL else self.place.folder, self.published, world_size
+            )
         dist.barrier(group=self.place.group)
         self.pipe = os.open(pipe, os.O_RDWR)  # for reading as well: then opening it waits for nobody
-        self.saver = Saver(CheckpointSettings(node="here", save=str(self.place.folder)), self.tell, note)
+        self.saver = Saver(CheckpointSettings(node="here", **{self.KNOB: str(self.place.folder)}), self.tell, note)
         port = int(os.environ["MASTER_PORT"])
         store = partial(dist.TCPStore, "127.0.0.1", port, None, False)
         self.saver.begin(Turn(rank, world_size, EPOCH, ROUND, store=store))
@@ -70,14 +77,26 @@ class Ours(Method):
 
     def load(self, step: int, into: State) -> None:
         digest = bytes.fromhex((self.published / str(step)).read_text())
-        resume = Resume(SaveId(step, EPOCH, ROUND), self.place.world_size, digest, durable=True)
-        restore(into, resume, Where(save=self.place.folder))
+        save, folder = SaveId(step, EPOCH, ROUND), self.place.folder
+        resume = Resume(save, self.place.world_size, digest, durable=not self.LOCAL, local=self.LOCAL)
+        where = Where(rank=self.place.rank, world_size=self.place.world_size, **{self.KNOB: folder})
+        restore(into, resume, where)
 
     def close(self) -> None:
         self.saver.close()
         if self.place.rank == 0:
             self.publisher.kill()
             self.publisher.wait()
+
+
+class OursLocal(Ours):
+    """The node-local tier alone. Nothing is published: a save is done when all its shards are on the disk."""
+
+    LOCAL = True
+    KNOB = "local"
+
+    def forget(self, step: int) -> None:
+        shutil.rmtree(self.place.folder / local_name(SaveId(step, EPOCH, ROUND)), ignore_errors=True)
 
 
 def note(level: str, text: str) -> None:
@@ -94,11 +113,13 @@ def wait_ready() -> None:
                 raise RuntimeError(f"no buffers within {PREPARE_S:.0f} s: {name} is at it still")
 
 
-def start_publisher(pipe: Path, folder: Path, published: Path, world_size: int) -> subprocess.Popen[bytes]:
+def start_publisher(pipe: Path, folder: Path | None, published: Path, world_size: int) -> subprocess.Popen[bytes]:
+    """folder: where to publish, if anything is."""
     program = Path(__file__).with_name("checkpoint_publisher.py")
-    where = [f"--pipe={pipe}", f"--folder={folder}", f"--published={published}", f"--world-size={world_size}"]
+    where = [f"--pipe={pipe}", f"--published={published}", f"--world-size={world_size}"]
+    where += [f"--folder={folder}"] if folder is not None else []
     epoch = [f"--epoch={EPOCH}", f"--round={ROUND}"]
     return subprocess.Popen([sys.executable, "-P", str(program), *where, *epoch])
 
 
-METHODS: dict[str, type[Method]] = {"ours": Ours}
+METHODS: dict[str, type[Method]] = {"ours_durable": Ours, "ours_local": OursLocal}

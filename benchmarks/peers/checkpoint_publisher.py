@@ -1,7 +1,7 @@
 """What controller and depot do to a save, for `checkpoint_ours.py`: publish it when all shards are durable.
 
 Each rank writes a JSON line into a pipe for a shard of its own; when a save is published, a file of its step's name
-appears, with the digest of the save.
+appears, with the digest of the save. On the local tier, where nothing is published, when it is complete.
 """
 
 import argparse
@@ -24,7 +24,7 @@ def announce(folder: Path, step: int, digest: bytes) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--pipe", type=Path, required=True)
-    parser.add_argument("--folder", type=Path, required=True, help="of the checkpoints")
+    parser.add_argument("--folder", type=Path, help="of the checkpoints; without it nothing is published")
     parser.add_argument("--published", type=Path, required=True, help="where to say what is published")
     parser.add_argument("--world-size", type=int, required=True)
     parser.add_argument("--epoch", type=int, required=True)
@@ -40,7 +40,8 @@ def main() -> None:
                 continue
             digest = digest_of_save(shards[rank] for rank in range(options.world_size))
             save = SaveId(fact["step"], options.epoch, options.round)
-            publish(options.folder, Publish(save, options.world_size, digest), created=time.time())
+            if options.folder is not None:
+                publish(options.folder, Publish(save, options.world_size, digest), created=time.time())
             announce(options.published, save.step, digest)
 
 

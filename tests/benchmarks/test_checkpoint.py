@@ -33,7 +33,7 @@ def result(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 def test_it_explains_itself(tmp_path: Path) -> None:
     shown = run(tmp_path, "--help")
     assert shown.returncode == 0
-    for option in ("--json", "--quick", "--ranks", "--size-mb", "--saves", "--methods", "--parts"):
+    for option in ("--json", "--quick", "--ranks", "--size-mb", "--saves", "--methods", "--parts", "--tier"):
         assert option in shown.stdout
 
 
