@@ -4,25 +4,17 @@ Everything but `restore` is in `saver`. Restoring is each rank's own business to
 controller, the same for all ranks, and is in `round.resume`.
 """
 
-import subprocess
-import sys
 from collections.abc import Mapping, MutableMapping
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, SupportsIndex
 
-import msgspec
-
-from ..protocol.checkpoints import Fact, Place, SaveId, Tier, What
-from .fetch_task import Answer, Task
+from ..protocol.checkpoints import Fact, Tier, What
+from .fetching import Fetching
 from .restore import Where, restore
 from .saver import Note, Saver, Tell
 from .saving import Saving
 from .settings import CheckpointSettings
 from .turn import Turn
-
-FETCH_S = 600.0
-"""For one shard of another node. What is silent is given up much sooner."""
 
 
 class Checkpointer:
@@ -33,6 +25,7 @@ class Checkpointer:
         self._tell = tell
         self._note = note
         self._saver = Saver(settings, tell, note)
+        self._fetching: Fetching | None = None
         self._has_folder = settings.save is not None or settings.local is not None
 
     # ---- for a training function ------------------------------------------------------------------------------
@@ -75,14 +68,19 @@ class Checkpointer:
             self.prepare(state)
             return None
         settings = self._settings
+        self._end_fetching()
+        fetching = self._fetching = Fetching(settings, turn, self._tell)
         where = Where(
             save=Path(settings.save) if settings.save is not None else None,
             local=Path(settings.local) if settings.local is not None else None,
             node=settings.node,
-            fetch=self._fetch,
+            fetch=fetching.fetch,
             on_bad=self._tell,
         )
-        restored = restore(state, resume, where)
+        try:
+            restored = restore(state, resume, where)
+        finally:
+            self._end_fetching()
         if turn.rank == 0:
             for text in restored.left_out:
                 self._note("warning", f"restore: {text}")
@@ -105,6 +103,7 @@ class Checkpointer:
     # ---- for the runtime --------------------------------------------------------------------------------------
 
     def begin(self, turn: Turn) -> None:
+        self._end_fetching()
         self._saver.begin(turn)
 
     def finish(self) -> None:
@@ -113,30 +112,11 @@ class Checkpointer:
             self._note("error", lost)
 
     def close(self) -> None:
+        self._end_fetching()
         self._saver.close()
 
-    def _fetch(self, save: SaveId, place: Place) -> None:
-        """Bring another node's shard here, by a process of its own: ranks do not load ZeroMQ."""
-        settings, turn = self._settings, self._saver.turn
-        pause = turn.pause if turn is not None else nullcontext
-        task = Task(place.address, save, place.rank, str(settings.local), FETCH_S, settings.keys)
-        command = [sys.executable, "-P", "-m", "perdure.checkpoint_io.fetch"]
-        try:
-            with pause(FETCH_S + 5.0):  # a large shard takes its time, which is no hang
-                done = subprocess.run(
-                    command, input=msgspec.json.encode(task), capture_output=True, timeout=FETCH_S + 5.0
-                )
-        except subprocess.TimeoutExpired:
-            raise OSError(
-                f"reading from {place.address} into {settings.local} took longer than {FETCH_S:g} s"
-            ) from None
-        try:
-            answer = msgspec.json.decode(done.stdout, type=Answer)
-        except msgspec.DecodeError:
-            last = done.stderr.decode(errors="replace").strip().rpartition("\n")[2]
-            raise OSError(f"reading from {place.address} ended with code {done.returncode}: {last}") from None
-        if answer.error:
-            raise OSError(answer.error)
-        world_size = turn.resume.world_size if turn is not None and turn.resume is not None else 0
-        # It is one more copy, which must be known to be deleted one day.
-        self._tell(Fact(save, What.WRITTEN, Tier.LOCAL, place.rank, settings.node, world_size, nbytes=answer.nbytes))
+    def _end_fetching(self) -> None:
+        """At the end of a restore, and at the next occasion if the interrupt of the round came right there."""
+        if self._fetching is not None:
+            self._fetching.close()
+            self._fetching = None

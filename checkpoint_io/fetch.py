@@ -1,12 +1,14 @@
 """Brings a shard from another node's depot here, verified.
 
 Used by a depot, in a thread, and by a restoring rank as a process of its own (`python -m perdure.checkpoint_io.fetch`),
-since ranks do not load ZeroMQ.
+since ranks do not load ZeroMQ. The process does one task of its rank (`fetch_task`) after the other, and ends when the
+rank closes its standard input or is gone, in the middle of a task too.
 
 Rules. Every byte is compared with the digests in the shard's sidecar before anything gets its final name; the sidecar
 is the last to get it, so a shard that is cut off is none. Several requests are under way at once, or the time of the
 round trips would limit the speed. Every wait ends: by an overall deadline, by SILENCE_S without a sign of the other
-side, or at once if the connection is refused or breaks; the error names the address.
+side, or at once if the connection is refused or breaks, or if nobody wants the shard any more; the error names the
+address.
 """
 
 import contextlib
@@ -18,7 +20,6 @@ import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-import msgspec
 import xxhash
 import zmq
 
@@ -40,7 +41,8 @@ from .depot_messages import (
     decode_reply,
     encode,
 )
-from .fetch_task import Answer, Task
+from .fetch_task import ERROR_LIMIT, PACKET_LIMIT, Answer, Task, decode_task
+from .fetch_task import encode as encode_answer
 from .formats import CHUNK, BadFormat, DataFile, Sidecar, decode_sidecar, digest_of
 from .names import data_name, local_name, local_save, sidecar_name
 
@@ -66,14 +68,22 @@ class FetchError(Exception):
 
 
 def fetch_shard(
-    address: str, keys: JobKeys | None, save: SaveId, rank: int, into: Path, deadline_s: float, digest: bytes = b""
+    address: str,
+    keys: JobKeys | None,
+    save: SaveId,
+    rank: int,
+    into: Path,
+    deadline_s: float,
+    digest: bytes = b"",
+    wanted: int | None = None,
 ) -> int:
     """Bring the shard of `rank` from the depot at `address`, over whatever is here of it; its size.
 
     into: a node's folder of the local tier, made if need be; the shard goes to the folder of its save in there.
-    keys: None if the job runs in plain text. digest: of the sidecar, if it is known. Raises FetchError.
+    keys: None if the job runs in plain text. digest: of the sidecar, if it is known. wanted: a descriptor, which has
+    something to read, be it its end, when nobody wants the shard any more. Raises FetchError.
     """
-    client = _Client(address, keys, save, rank, time.monotonic() + deadline_s)
+    client = _Client(address, keys, save, rank, time.monotonic() + deadline_s, wanted)
     try:
         data = client.whole(SIDECAR)
         sidecar = _checked(data, save, rank, digest)
@@ -111,9 +121,11 @@ def sweep(folder: Path) -> int:
 class _Client:
     """One connection to one depot, for one shard."""
 
-    def __init__(self, address: str, keys: JobKeys | None, save: SaveId, rank: int, until: float) -> None:
+    def __init__(
+        self, address: str, keys: JobKeys | None, save: SaveId, rank: int, until: float, wanted: int | None
+    ) -> None:
         self.what = f"shard {rank} of {save} from the depot at {address}"
-        self._save, self._rank, self._until = save, rank, until
+        self._save, self._rank, self._until, self._wanted = save, rank, until, wanted
         self._next = 0
         self._context = new_context()
         self._dealer = self._context.socket(zmq.DEALER)
@@ -139,6 +151,8 @@ class _Client:
         self._poller = zmq.Poller()
         self._poller.register(dealer, zmq.POLLIN)
         self._poller.register(self._monitor, zmq.POLLIN)
+        if self._wanted is not None:
+            self._poller.register(self._wanted, zmq.POLLIN)
         dealer.connect(address)
 
     def close(self) -> None:
@@ -185,6 +199,8 @@ class _Client:
             if left_s <= 0:
                 raise FetchError(f"{self.what}: not here within the time given")
             ready = dict(self._poller.poll(round(min(left_s, SILENCE_S) * 1000) + 1))
+            if self._wanted in ready:
+                raise FetchError(f"{self.what}: nobody wants it any more")
             if self._dealer in ready:
                 return self._reply(self._dealer.recv())
             if self._monitor in ready:
@@ -306,18 +322,22 @@ def find_keys(path: str, environ: Mapping[str, str]) -> JobKeys | None:
 
 
 def main() -> int:
-    """0 if the shard is there; 1 if not, and why is on standard output."""
+    """Do what the rank at the other end of standard input, a socket, asks, until it asks no more."""
+    rank = sys.stdin.fileno()
+    with contextlib.suppress(ConnectionError):
+        while packet := os.read(rank, PACKET_LIMIT):
+            os.write(rank, encode_answer(_done(decode_task(packet), rank)))
+    return 0
+
+
+def _done(task: Task, rank: int) -> Answer:
+    # Between a task and its answer the rank sends nothing: what there is to read then is its end.
     try:
-        task = msgspec.json.decode(sys.stdin.buffer.read(), type=Task)
-        keys = find_keys(task.keys, os.environ)
-        digest = bytes.fromhex(task.digest)
-        nbytes = fetch_shard(task.address, keys, task.save, task.rank, Path(task.into), task.deadline_s, digest)
-        answer = Answer(nbytes=nbytes)
-    except (FetchError, msgspec.MsgspecError, ValueError) as error:
-        answer = Answer(error=str(error))
-    sys.stdout.buffer.write(msgspec.json.encode(answer) + b"\n")
-    sys.stdout.flush()
-    return 1 if answer.error else 0
+        keys, into = find_keys(task.keys, os.environ), Path(task.into)
+        nbytes = fetch_shard(task.address, keys, task.save, task.rank, into, task.deadline_s, task.digest, wanted=rank)
+    except FetchError as error:
+        return Answer(error=str(error)[:ERROR_LIMIT])
+    return Answer(nbytes)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,5 @@
 """A shard comes from another node's depot whole and verified, or not at all; and nobody waits for ever."""
 
-import json
 import os
 import random
 import socket
@@ -8,6 +7,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import msgspec
@@ -18,6 +18,8 @@ from perdure.checkpoint_io import fetch
 from perdure.checkpoint_io.catalog import scan_local
 from perdure.checkpoint_io.depot_messages import READ_LIMIT, WINDOW, No, Piece, Read, decode_reply, encode
 from perdure.checkpoint_io.fetch import TEMPORARY, FetchError, fetch_shard, sweep
+from perdure.checkpoint_io.fetch_task import PACKET_LIMIT, Answer, Task, decode_answer
+from perdure.checkpoint_io.fetch_task import encode as encode_task
 from perdure.checkpoint_io.formats import CHUNK
 from perdure.checkpoint_io.names import data_name, local_name, sidecar_name
 from perdure.protocol.checkpoints import SaveId
@@ -138,40 +140,103 @@ def test_a_depot_that_stands_still_is_left_after_the_deadline(depot: DepotProces
         depot.go_on()
 
 
-def test_a_depot_that_is_killed_is_left_at_once(depot: DepotProcess, tmp_path: Path) -> None:
-    write_shard(tmp_path / "a" / "n0" / local_name(SAVE), SAVE, 3, 4, [], bytes(64 << 20))
-    address, into = depot.address, home(tmp_path) / local_name(SAVE)
-    with subprocess.Popen(FETCH, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
-        assert process.stdin is not None and process.stdout is not None  # noqa: PT018
-        process.stdin.write(task(address, tmp_path, into.parent, rank=3))
-        process.stdin.close()
+# ---- as a process ---------------------------------------------------------------------------------------------
+
+
+class Rank:
+    """The fetching process, and the rank's end of its standard input."""
+
+    def __init__(self, run_dir: Path, address: str, into: Path) -> None:
+        self.keys = run_dir / "keys.json"
+        self.keys.touch(mode=0o600)
+        self.keys.write_bytes(msgspec.json.encode(KEYS))
+        self.address, self.into = address, into
+        self.socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self.socket.settimeout(20)
+        with theirs:
+            self.process = subprocess.Popen(FETCH, stdin=theirs, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+
+    def ask(self, rank: int, digest: bytes = b"") -> None:
+        task = Task(self.address, SAVE, rank, str(self.into), 20.0, str(self.keys), digest)
+        self.socket.send(encode_task(task))
+
+    def hear(self) -> Answer:
+        return decode_answer(self.socket.recv(PACKET_LIMIT))
+
+    def wait_begun(self, folder: Path) -> None:
+        """Until something of a shard is here."""
         until = time.monotonic() + 20
-        while not names_in(into):
+        while not names_in(folder):
             assert time.monotonic() < until
             os.sched_yield()
+
+    def end(self) -> tuple[int, bytes]:
+        """Hang up; the exit code, and what it has printed."""
+        self.socket.close()
+        out, errors = self.process.communicate(timeout=5)
+        return self.process.returncode, out + errors
+
+
+@contextmanager
+def rank_that_asks(run_dir: Path, address: str, into: Path) -> Iterator[Rank]:
+    rank = Rank(run_dir, address, into)
+    try:
+        yield rank
+    finally:
+        rank.process.kill()
+        rank.end()
+
+
+def test_one_process_does_one_task_after_the_other(depot: DepotProcess, tmp_path: Path) -> None:
+    """With the keys of the run directory. One that fails is not the last."""
+    with rank_that_asks(tmp_path, depot.address, home(tmp_path)) as rank:
+        for number, digest, why in (
+            (1, b"", ""),
+            (0, b"", "No such file"),
+            (1, b"0" * 16, "not the one"),
+            (1, b"", ""),
+        ):
+            rank.ask(number, digest)
+            answer = rank.hear()
+            assert answer.nbytes == (0 if why else 4096)
+            assert why in answer.error
+            assert bool(why) == bool(answer.error)
+        assert rank.end() == (0, b"")
+
+
+def test_a_depot_that_is_killed_is_left_at_once(depot: DepotProcess, tmp_path: Path) -> None:
+    write_shard(tmp_path / "a" / "n0" / local_name(SAVE), SAVE, 3, 4, [], bytes(64 << 20))
+    into = home(tmp_path) / local_name(SAVE)
+    with rank_that_asks(tmp_path, depot.address, into.parent) as rank:
+        rank.ask(3)
+        rank.wait_begun(into)
         depot.process.kill()
-        answer = json.loads(process.stdout.read())
-        assert process.wait(5) == 1
-    assert "the connection is lost" in answer["error"] or "nobody listens" in answer["error"]
+        error = rank.hear().error
+        assert "the connection is lost" in error or "nobody listens" in error
+        assert names_in(into) == []
+        assert rank.end() == (0, b"")
+
+
+def test_a_process_whose_rank_is_gone_ends_in_the_middle_of_a_task(depot: DepotProcess, tmp_path: Path) -> None:
+    write_shard(tmp_path / "a" / "n0" / local_name(SAVE), SAVE, 3, 4, [], bytes(64 << 20))
+    into = home(tmp_path) / local_name(SAVE)
+    with rank_that_asks(tmp_path, depot.address, into.parent) as rank:
+        rank.ask(3)
+        rank.wait_begun(into)
+        depot.stop()
+        try:
+            assert rank.end() == (0, b"")
+        finally:
+            depot.go_on()
     assert names_in(into) == []
 
 
-def task(address: str, run_dir: Path, into: Path, rank: int) -> bytes:
-    """For a process; the keys are where a job keeps them."""
-    path = run_dir / "keys.json"
-    path.touch(mode=0o600)
-    path.write_bytes(msgspec.json.encode(KEYS))
-    about = {"address": address, "save": SAVE, "rank": rank, "into": str(into), "keys": str(path), "deadline_s": 20.0}
-    return msgspec.json.encode(about)
-
-
-def test_as_a_process_with_the_keys_of_the_run_directory(depot: DepotProcess, tmp_path: Path) -> None:
-    address, into = depot.address, home(tmp_path)
-    done = subprocess.run(FETCH, input=task(address, tmp_path, into, 1), capture_output=True, timeout=30)
-    assert (done.returncode, json.loads(done.stdout), done.stderr) == (0, {"nbytes": 4096}, b"")
-    done = subprocess.run(FETCH, input=task(address, tmp_path, into, 0), capture_output=True, timeout=30)
-    assert done.returncode == 1
-    assert "No such file" in json.loads(done.stdout)["error"]
+def test_a_task_that_is_none_ends_the_process(tmp_path: Path) -> None:
+    with rank_that_asks(tmp_path, "", tmp_path) as rank:
+        rank.socket.send(b"x" * 99)
+        code, said = rank.end()
+    assert code == 1
+    assert b"BadPacket: 99 bytes that are no task" in said
 
 
 def test_the_process_loads_no_torch() -> None:
