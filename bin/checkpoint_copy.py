@@ -12,6 +12,7 @@ from pathlib import Path
 import xxhash
 
 from ..checkpoint_io import names
+from ..checkpoint_io.bundle import NoBundle, write_bundle
 from ..checkpoint_io.catalog import Kind, look_published, read_all, read_manifest
 from ..checkpoint_io.files import delete_tree, write_atomic
 from ..checkpoint_io.formats import CHUNK, BadFormat, DataFile, digest_of, digest_of_save
@@ -45,6 +46,7 @@ class Source:
         except (BadFormat, OSError) as error:
             raise CopyError(f"{folder} is not a good checkpoint: {error}") from error
         self.sidecars = [sidecar for sidecar, _ in sidecars]
+        self.digests = [digest for _, digest in sidecars]
 
     def data_files(self) -> Iterator[tuple[str, DataFile]]:
         for sidecar in self.sidecars:
@@ -90,7 +92,7 @@ def copy(source: Source, to: Path, progress: Progress) -> Path:
         sync_folder(unfinished)
         unfinished.rename(final)
         sync_folder(to)
-    except OSError as error:
+    except (OSError, NoBundle) as error:
         raise CopyError(f"the copy was given up and deleted: {error}") from error
     finally:
         delete_tree(unfinished)
@@ -108,6 +110,7 @@ def fill(source: Source, folder: Path, progress: Progress) -> None:
         copy_data(source.folder / name, folder / name, file, progress)
     for name, content in source.small_files():
         write_atomic(folder / name, content)
+    write_bundle(folder, source.digests)
 
 
 def copy_data(path: Path, target: Path, file: DataFile, progress: Progress) -> None:

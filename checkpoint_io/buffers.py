@@ -216,7 +216,9 @@ class Buffers:
             return known
         self._used = number, layout
         writer.use_layout(
-            UseLayout(number, layout.items, layout.share, layout.share_bytes, layout.image_bytes, layout.held)
+            UseLayout(
+                number, layout.items, layout.share, layout.share_bytes, layout.image_bytes, layout.held, layout.writers
+            )
         )
         if self._staging is None:
             self._staging = Staging(layout)

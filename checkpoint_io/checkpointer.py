@@ -76,6 +76,8 @@ class Checkpointer:
             node=settings.node,
             fetch=fetching.fetch,
             on_bad=self._tell,
+            rank=turn.rank,
+            world_size=turn.world_size,
         )
         try:
             restored = restore(state, resume, where)

@@ -58,6 +58,7 @@ class Sidecar(msgspec.Struct, frozen=True):
     items: those that the shard counts as its share come first; `extra` more follow (algorithm `atomic`), which other
     ranks' shards hold as well. They are on the local tier only: a durable shard has none.
     held: names that this rank holds and has left to others to write; whoever publishes checks that somebody has.
+    writers: the rank that writes each of `held`, -1 where this rank cannot know. A hint for whoever restores.
     """
 
     version: int
@@ -68,6 +69,7 @@ class Sidecar(msgspec.Struct, frozen=True):
     files: tuple[DataFile, ...]
     extra: int = 0
     held: tuple[str, ...] = ()
+    writers: tuple[int, ...] = ()
 
 
 class Manifest(msgspec.Struct, frozen=True):

@@ -29,7 +29,8 @@ VALUE_BYTES = PAGE
 class Layout:
     """share, value_share: how many of `items` and of `values` are this rank's share; the rest are the extra ones.
 
-    held: what the rank's state has and others are left to write. frames: (offset, bytes), to be put into an image once.
+    held: what the rank's state has and others are left to write; writers: who, see `Sidecar`.
+    frames: (offset, bytes), to be put into an image once.
     device: the GPU that some of its tensors are on, if any are. signature: of the states that this layout is for.
     """
 
@@ -42,6 +43,7 @@ class Layout:
     values: tuple[str, ...]
     value_share: int
     held: tuple[str, ...]
+    writers: tuple[int, ...]
     frames: tuple[tuple[int, bytes], ...]
     dtypes: tuple[torch.dtype, ...]
     device: torch.device | None
@@ -167,6 +169,7 @@ def build_layout(flat: Flat, rank: int, world_size: int, *, shared: frozenset[st
     values = [fqn for fqn in flat.values if writers[fqn] == rank]
     value_share = len(values)
     written = {item.fqn for item in image.items}.union(values)
+    held = tuple(fqn for fqn in flat.paths if fqn not in written)
     if atomic:
         for fqn in others:
             image.add(fqn, chunks[fqn])
@@ -180,7 +183,8 @@ def build_layout(flat: Flat, rank: int, world_size: int, *, shared: frozenset[st
         image_bytes=image.end,
         values=tuple(values),
         value_share=value_share,
-        held=tuple(fqn for fqn in flat.paths if fqn not in written),
+        held=held,
+        writers=tuple(writers.get(fqn, -1) for fqn in held),
         frames=tuple(image.frames),
         dtypes=tuple(image.dtypes),
         device=next((flat.tensors[fqn].device for fqn in chunks if flat.tensors[fqn].is_cuda), None),

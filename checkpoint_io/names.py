@@ -21,6 +21,8 @@ TRACKER = "latest_checkpointed_iteration.txt"
 MANIFEST = "manifest.json"
 DCP_METADATA = ".metadata"
 MCORE_METADATA = "metadata.json"
+BUNDLE = "sidecars.bundle"
+"""All sidecars of a published save in one file."""
 TRASH = ".trash-"
 
 _SAVE = re.compile(r"iter_(\d{7,18})(?:\.(saving-|bad-|)([0-9a-f]{1,16})-(\d{1,9}))?")

@@ -1,9 +1,10 @@
 """Giving a complete save its final name.
 
-`iter_N.saving-<epoch>-<round>/` gets DCP's `.metadata`, Megatron's `metadata.json` and the manifest, and becomes
-`iter_N` by one rename: from then on it is published, and no file in it changes. Then the tracker names it. Every step
-can be killed and done again, by this process or another one at the same time: files appear by rename, all content but
-the time of day in the manifest follows from the sidecars, and whoever finds the folder under its final name is done.
+`iter_N.saving-<epoch>-<round>/` gets a bundle of its sidecars, DCP's `.metadata`, Megatron's `metadata.json` and the
+manifest, and becomes `iter_N` by one rename: from then on it is published, and no file in it changes. Then the tracker
+names it. Every step can be killed and done again, by this process or another one at the same time: files appear by
+rename, all content but the time of day in the manifest follows from the sidecars, and whoever finds the folder under
+its final name is done.
 
 A step is published once. A second save of a step gives way to the first, unless the first is unusable or the order
 names it as the one to be replaced: then that one moves to `iter_N.bad-<epoch>-<round>`.
@@ -15,6 +16,7 @@ from pathlib import Path
 
 from ..protocol.checkpoints import Publish, SaveId
 from ..protocol.folders import sync_folder
+from .bundle import NoBundle, write_bundle
 from .catalog import Found, Kind, look_published, mark_bad, nbytes_of, newest_usable, read_all, read_manifest, whose
 from .dcp_metadata import BadSave, encode
 from .files import NEW, delete_tree, remove_file, write_atomic
@@ -123,6 +125,10 @@ def _complete(ours: Path, order: Publish, created: float) -> Manifest:
             created=created,
         )
     )
+    try:
+        write_bundle(ours, [each for _, each in sidecars])
+    except NoBundle as error:
+        raise BadSave(str(error)) from error
     write_atomic(ours / DCP_METADATA, metadata)
     write_atomic(ours / MCORE_METADATA, MCORE)
     write_atomic(ours / MANIFEST, manifest)

@@ -1,9 +1,10 @@
 """Fills a state from a save, each rank alone: no collective, no pickle but for values, every byte verified.
 
 Any rank of any world can be filled from any save: sidecars say which elements each shard has, `targets` which ones
-are wanted. The shards that have the most of it are read first, so with an unchanged layout that is mostly the rank's
-own. A shard that turns out bad is read from its next place (`sources`); only if none is left, and no other shard has
-the same elements, the restore fails. It fails before anything is changed if the state and the save do not fit.
+are wanted. The rank's own shard is looked at first, and those that its sidecar names; if that is not all, every shard,
+and those that have the most of it are read first. A shard that turns out bad is read from its next place (`sources`);
+only if none is left, and no other shard has the same elements, the restore fails. It fails before anything is changed
+if the state and the save do not fit.
 
 A value that is no tensor was pickled. What torch's restricted unpickler refuses (a class of the user's) is unpickled
 freely only if this job wrote it, which its committed digest proves, or if the caller trusts the folder.
@@ -101,14 +102,38 @@ class _Reading:
     def run(self) -> None:
         """Everything wanted is read, or an error says what is not."""
         self._refuse(self._targets.problems)
+        self._read_own()
+        if not self._targets.complete:
+            self._read_all()
+
+    def _read_own(self) -> None:
+        """What this rank, or its predecessor of that number, saved in a world of the same size; and what it held and
+        left others to write: its sidecar says to whom. With the same layout that is all, and no other shard, of maybe
+        ten thousand, has to be looked at."""
+        own = self._sources.own
+        shard = self._sources.present(own) if own is not None else None
+        if shard is None:
+            return
+        ranks = self._targets.writers(shard)
+        if ranks is None:
+            return
+        near = [rank for rank in ranks if self._sources.near(rank)]
+        self._sources.look(near)
+        self._refuse_misfits(near)
+        if len(near) == len(ranks) and self._targets.unseen():
+            return  # one of those shards is unusable
+        for rank in sorted(ranks, key=lambda rank: (rank != own, rank)):
+            self._read(rank)
+
+    def _read_all(self) -> None:
         near = [rank for rank in self._world if self._sources.near(rank)]
         self._sources.look(near)
         if len(near) == len(self._world):
             self._sources.committed()
-        shards = [shard for rank in near if (shard := self._sources.present(rank)) is not None]
-        self._refuse({fqn: why for shard in shards for fqn, why in shard.misfits.items()})
+        self._refuse_misfits(near)
         if len(near) == len(self._world):
             self._refuse_unseen()
+        shards = [shard for rank in near if (shard := self._sources.present(rank)) is not None]
         for shard in sorted(shards, key=lambda shard: (-shard.wanted, shard.rank)):
             self._read(shard.rank)
         for rank in sorted(set(self._world).difference(near)):
@@ -116,6 +141,10 @@ class _Reading:
         if not self._targets.complete:
             self._refuse_unseen()
             self._refuse_missing()
+
+    def _refuse_misfits(self, ranks: Iterable[int]) -> None:
+        shards = [shard for rank in ranks if (shard := self._sources.present(rank)) is not None]
+        self._refuse({fqn: why for shard in shards for fqn, why in shard.misfits.items()})
 
     def _read(self, rank: int) -> None:
         """Read what is still missing and this shard has, from the first place where it is whole."""
@@ -167,7 +196,7 @@ def _unpickled(
     for fqn, (data, shard) in values.items():
 
         def may_run(shard: Shard = shard) -> bool:
-            return trust or (known and sources.committed() and sources.present(shard.rank) is shard)
+            return trust or (known and sources.is_committed(shard))
 
         try:
             found[fqn] = _value(data, may_run)

@@ -7,6 +7,7 @@ own sidecar, and each sidecar names the save that it belongs to.
 
 Two things are known of a save: that its shards are whole (each sidecar ends with its own digest), and that they are the
 ones that this job wrote (`Resume.digest`, which covers all sidecars). Only the second one allows to unpickle from it.
+On the durable tier the bundle of all sidecars says the second of each single one; else all have to be looked at.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -16,6 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from ..protocol.checkpoints import Fact, Place, Resume, SaveId, Tier, What
+from .bundle import Bundle, NoBundle
 from .catalog import mark_bad
 from .formats import BadFormat, Sidecar, decode_sidecar, digest_of, digest_of_save
 from .names import local_name, published_name, sidecar_name
@@ -35,7 +37,7 @@ class Where:
 
     save: the durable tier's folder. local: this node's folder of the local tier. fetch: brings the shard of another
     node into `local`, over whatever is there of it, and raises if it cannot. on_bad: is told of each shard found
-    unusable.
+    unusable. rank, world_size: the reader's own; what it saved itself in a world of that size is looked at first.
     """
 
     save: Path | None = None
@@ -43,6 +45,8 @@ class Where:
     node: str = ""
     fetch: Fetch | None = None
     on_bad: Callable[[Fact], None] = _ignore
+    rank: int = -1
+    world_size: int = 0
 
 
 class BadShard(Exception):
@@ -94,11 +98,17 @@ def open_shard(folder: Path, rank: int, save: SaveId, world_size: int, tier: Tie
     path = folder / sidecar_name(rank)
     try:
         data = path.read_bytes()
-        sidecar = decode_sidecar(data)
     except FileNotFoundError:
         raise
     except OSError as error:
         raise Unreadable(f"{path}: {error}") from error
+    return _shard_of(data, path, rank, save, world_size, tier, node)
+
+
+def _shard_of(data: bytes, path: Path, rank: int, save: SaveId, world_size: int, tier: Tier, node: str) -> Shard:
+    """path: of the sidecar that this is."""
+    try:
+        sidecar = decode_sidecar(data)
     except BadFormat as error:
         raise BadShard(f"{path}: {error}") from error
     if (sidecar.save, sidecar.rank, sidecar.world_size) != (save, rank, world_size):
@@ -106,7 +116,7 @@ def open_shard(folder: Path, rank: int, save: SaveId, world_size: int, tier: Tie
             f"{path} is of {sidecar.save}, rank {sidecar.rank} of {sidecar.world_size},"
             f" not of {save}, rank {rank} of {world_size}"
         )
-    return Shard(rank, tier, node, folder, sidecar, digest_of(data))
+    return Shard(rank, tier, node, path.parent, sidecar, digest_of(data))
 
 
 class Sources:
@@ -125,6 +135,7 @@ class Sources:
         self._marks = durable is None
         if durable is None and where.save and resume.durable:
             self._durable = where.save / published_name(resume.step)
+        self._bundle = self._open_bundle()
         self._places: dict[int, list[Place]] = {}
         self._own: set[int] = set()
         for place in resume.places if self._local else ():
@@ -138,6 +149,23 @@ class Sources:
         self._untold: list[Fact] = []
         self.reasons: dict[int, list[str]] = {}
         """By rank: why its shard could not be read where it was looked for."""
+
+    def _open_bundle(self) -> Bundle | None:
+        if self._durable is None or not self.resume.digest:
+            return None
+        try:
+            return Bundle(self._durable, self.resume.world_size, self.resume.digest)
+        except NoBundle:
+            return None
+
+    @property
+    def own(self) -> int | None:
+        """The rank whose shard is most likely the one that the reader wants. None: it saved in another world, or only
+        a look at all shards tells whether they are those that were committed."""
+        where = self._where
+        if self._bundle is None and self._local is None:
+            return None
+        return where.rank if where.rank >= 0 and where.world_size == self.resume.world_size else None
 
     def near(self, rank: int) -> bool:
         """Whether looking at the shard costs no transfer between nodes."""
@@ -159,11 +187,16 @@ class Sources:
 
     def look(self, ranks: Sequence[int]) -> None:
         """Have `present` answered for all of them: many small files, which one after the other would take long."""
-        if len(ranks) > 1:
-            with ThreadPoolExecutor(min(THREADS, len(ranks))) as threads:
-                for _ in threads.map(self._start, ranks):
-                    pass
-            self._tell()
+        if len(ranks) < 2:
+            return
+        threads = ThreadPoolExecutor(min(THREADS, len(ranks)), "perdure-look")
+        try:
+            for _ in threads.map(self._start, ranks):
+                pass
+        finally:
+            # The end of a round may be raised here, while a thread waits for a file system or another node.
+            threads.shutdown(wait=False, cancel_futures=True)
+        self._tell()
 
     def reject(self, shard: Shard, why: BadShard) -> Shard | None:
         """This one is bad; the same shard from the next place."""
@@ -180,8 +213,17 @@ class Sources:
             if shard is None
         ]
 
+    def is_committed(self, shard: Shard) -> bool:
+        """Whether this is the shard that the job committed. Without a bundle it takes a look at all of them."""
+        if self._bundle is not None:
+            return shard.digest == self._bundle.digests[shard.rank]
+        return self.committed() and self.present(shard.rank) is shard
+
     def committed(self) -> bool:
-        """Whether all shards are those that the job committed. Looks at every sidecar; rejects a tier that is not."""
+        """Whether all shards are those that the job committed. Looks at every sidecar, if there is no bundle; rejects a
+        tier that is not."""
+        if self._bundle is not None:
+            return True
         ranks = range(self.resume.world_size)
         if not self.resume.digest:
             return False
@@ -257,10 +299,23 @@ class Sources:
 
     def _attempt(self, folder: Path, rank: int, tier: Tier, node: str, *, may_lack: bool = False) -> Iterator[Shard]:
         try:
-            shard = open_shard(folder, rank, self.resume.save, self.resume.world_size, tier, node)
+            shard = self._open(folder, rank, tier, node)
             yield shard if self.survey is None else self.survey(shard)
         except FileNotFoundError:
             if not may_lack:
                 self._bad(rank, tier, node, f"{folder / sidecar_name(rank)} is missing")
         except BadShard as error:
             self._bad(rank, tier, node, error)
+
+    def _open(self, folder: Path, rank: int, tier: Tier, node: str) -> Shard:
+        save, world_size = self.resume.save, self.resume.world_size
+        bundle = self._bundle if tier is Tier.DURABLE else None
+        if bundle is None:
+            return open_shard(folder, rank, save, world_size, tier, node)
+        data = bundle.sidecar(rank)
+        if data is not None:
+            return _shard_of(data, folder / sidecar_name(rank), rank, save, world_size, tier, node)
+        shard = open_shard(folder, rank, save, world_size, tier, node)
+        if shard.digest != bundle.digests[rank]:
+            raise BadShard(f"{folder / sidecar_name(rank)} is not the one that was committed: its digest differs")
+        return shard

@@ -74,8 +74,9 @@ class Targets:
         """What was read of values."""
         self.unwanted: set[str] = set()
         """Names that are in a sidecar and in no state."""
-        self._unseen_values = set(values)
-        self._values_left = set(self._unseen_values)
+        self._all_values = frozenset(values)
+        self._unseen_values = set(self._all_values)
+        self._values_left = set(self._all_values)
         known: dict[Any, Chunk | None] = {}
         for fqn, tensor in tensors.items():
             if isinstance(tensor, DTensor):
@@ -139,6 +140,20 @@ class Targets:
                 nbytes += common.volume * dtype_of(item.dtype).itemsize
         sidecar = msgspec.structs.replace(shard.sidecar, items=tuple(items))
         return replace(shard, sidecar=sidecar, wanted=nbytes, misfits=misfits)
+
+    def writers(self, shard: Shard) -> list[int] | None:
+        """The reader's own shard of a save, which was surveyed: which shards have, by name, all that is wanted, so that
+        nothing else need be looked at. None: that cannot be told."""
+        sidecar = shard.sidecar
+        left_to = dict(zip(sidecar.held, sidecar.writers, strict=False))
+        ranks = {shard.rank}
+        for fqn in self.unseen():
+            writer = left_to.get(fqn, -1)
+            if writer < 0:
+                return None
+            ranks.add(writer)
+        self.unwanted.update(fqn for fqn in left_to if fqn not in self.needs and fqn not in self._all_values)
+        return sorted(ranks)
 
     def _survey_value(self, item: Item, need: Need | None, misfits: dict[str, str]) -> None:
         self._unseen_values.discard(item.fqn)

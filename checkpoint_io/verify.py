@@ -16,6 +16,7 @@ import msgspec
 import xxhash
 
 from ..protocol.checkpoints import SaveId
+from .bundle import Bundle, NoBundle
 from .catalog import THREADS, nbytes_of, read_manifest, read_sidecar
 from .formats import CHUNK, BadFormat, Manifest, Sidecar, digest_of, digest_of_save
 from .names import DCP_METADATA, MANIFEST, MCORE_METADATA, data_name, published_step
@@ -57,6 +58,7 @@ def verify_save(folder: Path) -> Iterator[Progress]:
         except (OSError, BadFormat) as error:
             problems.append(f"rank {rank}: {error}")
     problems += _verify_folder(folder, manifest)
+    problems += _verify_bundle(folder, manifest)
     if not problems and digest_of_save(digests).hex() != manifest.digest:
         problems.append(f"the sidecars are not those that {MANIFEST} names")
     problems += _verify_belonging(sidecars, manifest)
@@ -79,6 +81,14 @@ def _verify_folder(folder: Path, manifest: Manifest) -> list[str]:
         except OSError as error:
             problems.append(f"{name}: {error}")
     return problems
+
+
+def _verify_bundle(folder: Path, manifest: Manifest) -> list[str]:
+    try:
+        damage = Bundle(folder, manifest.world_size, bytes.fromhex(manifest.digest)).damage()
+    except (NoBundle, ValueError) as error:
+        damage = str(error)
+    return [damage] if damage else []
 
 
 def _verify_belonging(sidecars: list[Sidecar], manifest: Manifest) -> list[str]:

@@ -104,7 +104,9 @@ class Job:
             extra = ()
         items = share + extra
         return encode_sidecar(
-            Sidecar(VERSION, order.save, order.rank, order.world_size, items, files, len(extra), layout.held)
+            Sidecar(
+                VERSION, order.save, order.rank, order.world_size, items, files, len(extra), layout.held, layout.writers
+            )
         )
 
     def copy_from(self, local: Shard, buffer: bytearray) -> None:

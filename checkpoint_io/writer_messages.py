@@ -41,7 +41,7 @@ class UseLayout(msgspec.Struct, frozen=True, tag="layout"):
     """What an image holds. Sent before the first save that names `layout`; the newest LAYOUTS are remembered.
 
     items: of file 0, the rank's share first. share: how many of them are its share. share_bytes: the image's part that
-    holds these. size: of the image's part that holds all. held: see `Sidecar.held`.
+    holds these. size: of the image's part that holds all. held, writers: see `Sidecar`.
     """
 
     layout: int
@@ -50,6 +50,7 @@ class UseLayout(msgspec.Struct, frozen=True, tag="layout"):
     share_bytes: int
     size: int
     held: tuple[str, ...] = ()
+    writers: tuple[int, ...] = ()
 
 
 class UseImage(msgspec.Struct, frozen=True, tag="image"):

@@ -84,6 +84,7 @@ def write_shard(
     extra: int = 0,
     save: SaveId = SAVE,
     paths: Mapping[str, tuple[str | int, ...]] | None = None,
+    left_to: Mapping[str, int] | None = None,
 ) -> bytes:
     """One rank's files; the digest of its sidecar. A value that is bytes is taken as pickled already."""
     folder.mkdir(parents=True, exist_ok=True)
@@ -107,7 +108,17 @@ def write_shard(
     for number, data in enumerate(contents):
         (folder / data_name(rank, number)).write_bytes(data)
     sidecar = encode_sidecar(
-        Sidecar(VERSION, save, rank, world, tuple(items), tuple(map(digested, contents)), extra=extra)
+        Sidecar(
+            VERSION,
+            save,
+            rank,
+            world,
+            tuple(items),
+            tuple(map(digested, contents)),
+            extra,
+            tuple(left_to or {}),
+            tuple((left_to or {}).values()),
+        )
     )
     (folder / sidecar_name(rank)).write_bytes(sidecar)
     return digest_of(sidecar)

@@ -100,6 +100,10 @@ def test_shared_and_atomic_over_four_ranks() -> None:
         image = image_of(layout, layout.sources(flat))
         assert all(torch.equal(load(image, item), flat.tensors[item.fqn]) for item in layout.items)
     assert sorted(written) == sorted(flat.paths)
+    for layout in layouts:
+        for fqn, writer in zip(layout.held, layout.writers, strict=True):
+            share = [item.fqn for item in layouts[writer].items[: layouts[writer].share]]
+            assert fqn in [*share, *layouts[writer].values[: layouts[writer].value_share]]
     # The durable part of an image does not depend on what comes after it.
     for rank, layout in enumerate(layouts):
         alone = build_layout(flat, rank, 4, shared=True, atomic=False)
@@ -120,7 +124,7 @@ def test_not_shared_every_rank_writes_its_own() -> None:
 def test_a_rank_may_write_nothing() -> None:
     layouts = [build_layout(flatten({"w": torch.ones(3)}), rank, 2, shared=True, atomic=False) for rank in range(2)]
     assert (layouts[1].items, layouts[1].image_bytes, layouts[1].share_bytes) == ((), 0, 0)
-    assert layouts[1].held == ("w",)
+    assert (layouts[1].held, layouts[1].writers) == (("w",), (0,))
     assert build_layout(flatten({}), 0, 1, shared=True, atomic=True).image_bytes == 0
 
 

@@ -2,6 +2,8 @@
 
 import os
 import shutil
+import signal
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +13,7 @@ import torch
 from perdure.checkpoint_io.formats import CHUNK
 from perdure.checkpoint_io.names import data_name, local_name, published_name, sidecar_name
 from perdure.checkpoint_io.restore import Restored, RestoreError, Where, restore
+from perdure.checkpoint_io.sources import Sources
 from perdure.protocol.checkpoints import Fact, Place, Resume, SaveId, Tier, What
 
 from .shards import SAVE, flip, resume_of, split, whole, write_shard
@@ -229,3 +232,36 @@ def test_bits_in_any_chunk_of_a_large_file(tmp_path: Path) -> None:
     state = {"big": torch.ones_like(big)}
     restore(state, resume_of([digest], durable=True), Where(save=tmp_path))
     assert torch.equal(state["big"], big)
+
+
+def test_the_end_of_a_round_is_not_held_up_by_a_thread_that_waits(tmp_path: Path) -> None:
+    """Shards of other nodes are looked at in threads; one of them hangs while the round ends."""
+
+    class Over(BaseException):
+        pass
+
+    def over(*_: object) -> None:
+        raise Over
+
+    released, first = threading.Event(), threading.Lock()
+    over_with: list[Place] = []
+
+    def fetch(save: SaveId, place: Place) -> None:
+        if first.acquire(blocking=False):
+            signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGUSR1)
+        released.wait(20)
+        over_with.append(place)
+        raise OSError("gone")
+
+    places = tuple(Place(rank, "n1", "address") for rank in range(2))
+    sources = Sources(resume_of([b""] * 2, local=True, places=places), Where(local=tmp_path, node="n0", fetch=fetch))
+    former = signal.signal(signal.SIGUSR1, over)
+    try:
+        with pytest.raises(Over):
+            sources.look([0, 1])
+        assert not over_with
+    finally:
+        signal.signal(signal.SIGUSR1, former)
+        released.set()
+        for thread in [each for each in threading.enumerate() if each.name.startswith("perdure-look")]:
+            thread.join(20)
