@@ -6,9 +6,10 @@ ranks may have changed places, or be other processes.
 """
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
+from ..protocol.checkpoints import SaveId
 from .agreement import agree
 from .flatten import Flat
 from .layout import Layout, build_layout
@@ -43,7 +44,8 @@ class _Ready:
 
 
 class Buffers:
-    """Its methods are for the training thread; only `release` is for the thread that hears the writer."""
+    """Its methods are for the training thread; only `release` is for the thread that hears the writer, and `drop` for
+    any."""
 
     def __init__(self, *, atomic: bool, note: Callable[[str, str], None]) -> None:
         """atomic: a rank's image holds all that it has, not only its share."""
@@ -132,6 +134,12 @@ class Buffers:
         with self._giving:
             self._given.add(order.image)
         self._writer.write(order)
+
+    def drop(self, saves: Iterable[SaveId]) -> None:
+        """Have the writer give up what it has not written of these. Does not wait."""
+        writer = self._writer
+        if writer is not None:
+            writer.drop(saves)
 
     def release(self, index: int) -> None:
         with self._giving:

@@ -4,11 +4,11 @@ Everything but `restore` is in `saver`. Restoring is each rank's own business to
 controller, the same for all ranks, and is in `round.resume`.
 """
 
-from collections.abc import Mapping, MutableMapping
+from collections.abc import Iterable, Mapping, MutableMapping
 from pathlib import Path
 from typing import Any, SupportsIndex
 
-from ..protocol.checkpoints import Fact, Tier, What
+from ..protocol.checkpoints import Fact, SaveId, Tier, What
 from .fetching import Fetching
 from .restore import Where, restore
 from .saver import Note, Saver, Tell
@@ -107,6 +107,10 @@ class Checkpointer:
     def begin(self, turn: Turn) -> None:
         self._end_fetching()
         self._saver.begin(turn)
+
+    def drop(self, saves: Iterable[SaveId]) -> None:
+        """In any thread, without waiting: give up what is not written of these, if anything."""
+        self._saver.drop(saves)
 
     def finish(self) -> None:
         """Wait, at most `save_timeout`, until this round's saves are durable; say what is lost."""

@@ -6,12 +6,14 @@ Rules:
 2. Nothing here speaks to other ranks, but for one exchange when a layout is made (`buffers`), in a thread.
 3. What belongs to a round: its id, its rank's share of the state, its saves. `begin` drops what an earlier round has
    not finished. Buffers and the writer process are kept from round to round.
+4. What another rank did not save cannot be complete: it is given up here, whether it is being written or not yet begun,
+   so that all ranks have free buffers for the same save. That is told like any failure, and said by nobody.
 """
 
 import io
 import os
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from operator import index
 from time import monotonic
@@ -20,7 +22,7 @@ from typing import Any, SupportsIndex
 import msgspec
 import torch
 
-from ..protocol.checkpoints import Fact, SaveId, Tier, What
+from ..protocol.checkpoints import GIVEN_UP, Fact, SaveId, Tier, What, due_tiers
 from .buffers import Buffers, Unavailable
 from .flatten import Flat, flatten
 from .image import Image
@@ -51,7 +53,7 @@ class _Asked:
 
 
 class Saver:
-    """Saves in all rounds of one process. Its methods are for the main thread."""
+    """Saves in all rounds of one process. Its methods are for the main thread, but for `drop`."""
 
     def __init__(self, settings: CheckpointSettings, tell: Tell, note: Note) -> None:
         self._settings = settings
@@ -88,6 +90,10 @@ class Saver:
                 late.append(f"step {saving.step} was not durable {timeout:g} s after the end (save_timeout)")
         return late
 
+    def drop(self, saves: Iterable[SaveId]) -> None:
+        """In any thread, without waiting: give up what is not written of these, if anything. Not during `close`."""
+        self._buffers.drop(saves)
+
     def close(self) -> None:
         """End the writer process and give the memory back."""
         self._buffers.close()
@@ -99,9 +105,7 @@ class Saver:
         return bool(self._due(_number(step)))
 
     def _due(self, step: int) -> list[Tier]:
-        settings = self._settings
-        intervals = ((Tier.LOCAL, settings.non_persistent_save_interval), (Tier.DURABLE, settings.save_interval))
-        return [tier for tier, every in intervals if every is not None and step > 0 and step % every == 0]
+        return due_tiers(step, self._settings.non_persistent_save_interval, self._settings.save_interval)
 
     def prepare(self, state: Mapping[str, Any]) -> None:
         """Begin to lay out buffers for states like this one, in a thread, so that the first save need not."""
@@ -145,6 +149,9 @@ class Saver:
         limit_s = self._settings.save_timeout
         try:
             layout, number = self._buffers.layout_for(flat, turn, limit_s)
+            if asked.save in turn.vain:  # not before: layouts are counted, and all ranks count the same
+                self._tell_not_saved(asked, GIVEN_UP)
+                return None
             with turn.pause(limit_s):
                 image = self._buffers.take(limit_s if self._settings.on_busy == "wait" else 0.0)
         except Unavailable as error:
@@ -158,6 +165,8 @@ class Saver:
                 self._savings[asked.save] = (saving, turn)
             self._steps.add(step)
             self._buffers.write(order)
+        if asked.save in turn.vain:  # since a moment ago; `drop` may have found nothing to drop
+            self._buffers.drop((asked.save,))
         if not self._settings.async_save:
             with turn.pause(limit_s):
                 saving.wait(limit_s)
@@ -170,10 +179,13 @@ class Saver:
         for all ranks."""
         busy = ", ".join(str(saving.step) for saving, _ in self._present() if not saving.done)
         text = f"{why} (being written: step {busy})" if busy else why
+        self._tell_not_saved(asked, f"skipped: {text}")
+
+    def _tell_not_saved(self, asked: _Asked, why: str) -> None:
         self._steps.add(asked.save.step)
         for tier, folder in ((Tier.LOCAL, asked.local), (Tier.DURABLE, asked.durable)):
             if folder is not None:
-                self._tell(self._fact(asked.save, What.FAILED, tier, asked.turn, why=f"skipped: {text}"))
+                self._tell(self._fact(asked.save, What.FAILED, tier, asked.turn, why=why))
 
     def _fill(self, image: Image, layout: Layout, flat: Flat, asked: _Asked, number: int) -> Write:
         """Copy the state, and say what is to be written. If that fails the image is free again."""

@@ -1,12 +1,12 @@
 """What a round is to the saves of one of its ranks."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Set
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 from torch.distributed import Store  # pyright: ignore[reportPrivateImportUsage]
 
-from ..protocol.checkpoints import Resume
+from ..protocol.checkpoints import Resume, SaveId
 
 Around = Callable[[], AbstractContextManager[None]]
 
@@ -21,6 +21,8 @@ class Turn:
 
     section, atomic: put around a save: its time is told apart, and an interrupt waits for its end. pause: put around
     what waits for others, at most so many seconds: that is no hang.
+
+    vain: saves of this round that cannot be complete, since another rank did not save them; another thread adds to it.
     """
 
     rank: int
@@ -32,3 +34,4 @@ class Turn:
     section: Around = nullcontext
     atomic: Around = nullcontext
     pause: Callable[[float], AbstractContextManager[None]] = _no_pause
+    vain: Set[SaveId] = frozenset()

@@ -6,6 +6,8 @@ Rules:
   in which the saves came: a slow durable tier never holds up a local write.
 - An image is released as early as can be: once the local copy is written, the durable one is made from that copy,
   each chunk verified on the way.
+- A save that is dropped is out of the way at once: one that waits for its turn does not wait any longer, and one that
+  is being written ends with its present chunk. Of each tier that a save was to go to there is an answer in any case.
 - An error on one tier is that tier's alone. On the durable tier, one that may pass is tried again until the deadline,
   or until a newer save waits for its turn.
 - It ends when its socket does: what is unfinished is removed. It stays in the session and process group of its rank,
@@ -22,9 +24,10 @@ import sys
 import threading
 import traceback
 from collections import deque
+from collections.abc import Callable
 from time import monotonic
 
-from ..protocol.checkpoints import Tier
+from ..protocol.checkpoints import GIVEN_UP, SaveId, Tier
 from .disk import TRANSIENT, Copy, DamagedCopy, Memory, Shard, Source, Unwritable, name_of, write_shard
 from .formats import CHUNK, VERSION, DataFile, Item, Sidecar, digest_of, encode_sidecar
 from .names import data_name, local_name, saving_name
@@ -32,6 +35,7 @@ from .writer_messages import (
     LAYOUTS,
     Abandon,
     Damaged,
+    Drop,
     Failed,
     FromWriter,
     Ready,
@@ -72,6 +76,8 @@ class Job:
         self.order = order
         self.due = order.began + order.deadline_s
         self.dropped = False
+        self.unanswered = list(order.tiers)
+        """Tiers of which the rank has not been told what became of them."""
         self.copy: Copy | None = None
         """From which the durable tier is written once the image is released."""
         self._layout = layout
@@ -201,7 +207,10 @@ class Desk:
             elif isinstance(order, Write):
                 self._accept(order)
             elif isinstance(order, Abandon):
-                self._abandon(order)
+                wanted = (order.epoch, order.round)
+                self._drop(lambda save: (save.epoch, save.round) != wanted)
+            elif isinstance(order, Drop):
+                self._drop(lambda save: save == order.save)
         finally:
             if descriptor >= 0:
                 os.close(descriptor)
@@ -221,13 +230,19 @@ class Desk:
             self._queues[Tier.LOCAL].append(job)
             self._news.notify_all()
 
-    def _abandon(self, order: Abandon) -> None:
+    def _drop(self, is_unwanted: Callable[[SaveId], bool]) -> None:
         with self._news:
             for job in self._jobs:
-                save = job.order.save
-                if (save.epoch, save.round) != (order.epoch, order.round):
-                    job.dropped = True
+                job.dropped = job.dropped or is_unwanted(job.order.save)
+            # Those that no thread has in its hands: what stands before them on a disk may take long.
+            waiting = [job for queue in self._queues.values() for job in queue if job.dropped]
+            for queue in self._queues.values():
+                for job in waiting:
+                    if job in queue:
+                        queue.remove(job)
             self._news.notify_all()
+        for job in waiting:
+            self._finish(job)
 
     def _say(self, reply: FromWriter) -> None:
         try:
@@ -250,20 +265,20 @@ class Desk:
             try:
                 work(job)
             except Exception:
-                self._fail(job, tier, f"a defect of perdure: {traceback.format_exc()}")
-                self._finish(job)
+                self._finish(job, f"a defect of perdure: {traceback.format_exc()}")
 
     def _do_local(self, job: Job) -> None:
         if job.order.local_dir is not None:
             error = self._write(job, Tier.LOCAL)
             if error is not None:
                 self._fail(job, Tier.LOCAL, str(error))
-        if job.dropped or job.order.durable_dir is None:
-            self._finish(job)
-            return
         with self._news:
-            self._queues[Tier.DURABLE].append(job)
-            self._news.notify_all()
+            goes_on = not job.dropped and job.order.durable_dir is not None
+            if goes_on:
+                self._queues[Tier.DURABLE].append(job)
+                self._news.notify_all()
+        if not goes_on:
+            self._finish(job)
 
     def _free_image(self, job: Job, shard: Shard) -> None:
         if not self._buffer:
@@ -317,10 +332,14 @@ class Desk:
             return None
         if tier is Tier.LOCAL and order.durable_dir is not None:
             self._free_image(job, shard)
+        job.unanswered.remove(tier)
         self._say(Written(order.save, tier, shard.nbytes, shard.digest, monotonic() - order.began))
         return None
 
-    def _finish(self, job: Job) -> None:
+    def _finish(self, job: Job, why: str = GIVEN_UP) -> None:
+        """Nothing more is done for it."""
+        for tier in list(job.unanswered):
+            self._fail(job, tier, why)
         self._release(job)
         if job.copy is not None:
             job.copy.close()
@@ -332,6 +351,7 @@ class Desk:
             self._say(Released(job.order.save, job.order.image))
 
     def _fail(self, job: Job, tier: Tier, why: str) -> None:
+        job.unanswered.remove(tier)
         self._say(Failed(job.order.save, tier, clip(why)))
 
 

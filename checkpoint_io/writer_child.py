@@ -9,13 +9,17 @@ import select
 import signal
 import subprocess
 import sys
+from contextlib import suppress
 from math import inf
 from time import monotonic
+
+import msgspec
 
 from ..protocol.checkpoints import SaveId, Tier
 from .writer_messages import (
     Abandon,
     Damaged,
+    Drop,
     Failed,
     FromWriter,
     Ready,
@@ -35,20 +39,56 @@ Outcome = Written | Failed | Damaged | Released
 MODULE = "perdure.checkpoint_io.writer"
 
 
-class Flight:
-    """A save that a writer process has been given. left: tiers of which nothing was heard yet.
+FREE_DEATHS = 3
+"""In a row, after which the next start is put off: by FIRST_PAUSE_S, and twice as long each time."""
+FIRST_PAUSE_S = 10.0
+LONGEST_PAUSE_S = 600.0
 
-    reads: the process may still read its image. due: when the process is taken for stuck. abandoned: nobody waits.
+
+class Starts:
+    """When the next process may be started: at once, if they do not die again and again without a success."""
+
+    def __init__(self) -> None:
+        self._deaths = 0
+        """In a row."""
+        self._next = 0.0
+
+    def succeeded(self) -> None:
+        self._deaths = 0
+
+    def failed(self, now: float) -> None:
+        self._deaths += 1
+        beyond = self._deaths - FREE_DEATHS
+        if beyond >= 0:
+            self._next = now + min(FIRST_PAUSE_S * 2**beyond, LONGEST_PAUSE_S)
+
+    def refusal(self, now: float) -> str:
+        """Why none is started now; empty if one may be."""
+        pause = self._next - now
+        return f"it died {self._deaths} times in a row; another is started {pause:.0f} s from now" if pause > 0 else ""
+
+
+class Flight:
+    """A save that a writer process has been given. left: tiers of which an outcome has still to be told.
+
+    silent: tiers of which the process has not said its last word, whether anybody waits for that or not. reads: it may
+    still read the image. due: when the process is taken for stuck. abandoned: nobody waits.
     """
 
-    __slots__ = ("abandoned", "due", "left", "order", "reads")
+    __slots__ = ("abandoned", "due", "left", "order", "reads", "silent")
 
     def __init__(self, order: Write, due: float) -> None:
-        self.order = order
+        self.order = msgspec.structs.replace(order, values=())  # they may be large, and are the process's by now
         self.left = list(order.tiers)
+        self.silent = set(order.tiers)
         self.reads = True
         self.due = due
         self.abandoned = False
+
+    @property
+    def awaited(self) -> bool:
+        """Whether anything waits for the process to get on with it."""
+        return bool(self.left) or self.reads
 
     def where(self) -> str:
         """The path from which an answer is missing."""
@@ -115,7 +155,8 @@ class Child:
             # A shard that is there is worth to be known even when nobody waits for it any more.
             told = reply.tier in flight.left or (flight.abandoned and isinstance(reply, Written))
             flight.left = [tier for tier in flight.left if tier is not reply.tier]
-        if not flight.left and isinstance(reply, Released):
+            flight.silent.discard(reply.tier)
+        if not flight.silent and not flight.reads:
             del self.flights[reply.save]
         return reply if told else None
 
@@ -126,11 +167,17 @@ class Child:
                 flight.abandoned = True
                 flight.left = []
                 flight.due = min(flight.due, limit)
-        try:
-            self.send(encode(Abandon(epoch, round)))
-        except OSError:
-            # It is dead, or stuck and known by its deadlines.
-            pass
+        self._pass_on(Abandon(epoch, round))
+
+    def drop(self, save: SaveId) -> None:
+        """What is missing of `save` is not wanted any more. The process answers for it, when nothing is left of it."""
+        flight = self.flights.get(save)
+        if flight is not None and flight.left:
+            self._pass_on(Drop(save))
+
+    def _pass_on(self, order: Abandon | Drop) -> None:
+        with suppress(OSError):  # it is dead, or stuck and known by its deadlines
+            self.send(encode(order))
 
     def forget_image(self, image: int) -> None:
         """Another memory is known by this number now: nothing is said of the former one's release."""
@@ -156,12 +203,14 @@ class Child:
 
     def next_due(self) -> float:
         """When to look at it again if it does not come forward."""
-        return self.ends if self.lost else min((flight.due for flight in self.flights.values()), default=inf)
+        if self.lost:
+            return self.ends
+        return min((flight.due for flight in self.flights.values() if flight.awaited), default=inf)
 
     def stuck(self, now: float) -> str:
         """Where it is stuck, empty if it is not known to be."""
         for save, flight in self.flights.items():
-            if now >= flight.due:
+            if flight.awaited and now >= flight.due:
                 return f"no answer from {flight.where()} for {now - flight.order.began:.1f} s about {save}"
         return ""
 

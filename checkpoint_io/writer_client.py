@@ -20,7 +20,7 @@ import threading
 import traceback
 import weakref
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from math import inf
 from time import monotonic
@@ -28,7 +28,7 @@ from time import monotonic
 import msgspec
 
 from ..protocol.checkpoints import SaveId
-from .writer_child import Child, Flight, Outcome
+from .writer_child import Child, Flight, Outcome, Starts
 from .writer_messages import (
     LAYOUTS,
     BadPacket,
@@ -49,10 +49,6 @@ ABANDON_LIMIT_S = 60.0
 """How long an abandoned save may keep its image."""
 STOP_LIMIT_S = 7.0
 """For the process to remove what is unfinished, at the end."""
-FREE_DEATHS = 3
-"""In a row, after which the next start is put off: by FIRST_PAUSE_S, and twice as long each time."""
-FIRST_PAUSE_S = 10.0
-LONGEST_PAUSE_S = 600.0
 DEFECTS = 10
 
 
@@ -87,12 +83,11 @@ class Writer:
         self._told: deque[Outcome | Remark] = deque()
         """What is to be called back."""
         self._telling = False
-        self._deaths = 0
-        """In a row, without a success."""
-        self._next_start = 0.0
+        self._starts = Starts()
         self._wakes = 0.0
         """When the thread looks at deadlines next."""
         self._closed = False
+        self._drops: deque[SaveId] = deque()  # not under the lock, for which `drop` must not wait
         self._pid = 0
         self._bell = -1
         self._thread = threading.Thread(target=self._run, name="perdure-writer", daemon=True)
@@ -160,6 +155,11 @@ class Writer:
             self._changed.notify_all()
             self._ring()
 
+    def drop(self, saves: Iterable[SaveId]) -> None:
+        """Give up what is not written of these, if anything. Waits for nobody; not to be called after `close`."""
+        self._drops.extend(saves)
+        self._ring()
+
     def pending(self) -> tuple[SaveId, ...]:
         """Saves of which an outcome is missing, in the order in which they were given."""
         with self._changed:
@@ -215,9 +215,8 @@ class Writer:
         """The process that takes orders, started if there is none."""
         if self._children and not self._children[-1].lost:
             return self._children[-1]
-        pause = self._next_start - monotonic()
-        if pause > 0:
-            raise Refused(f"it died {self._deaths} times in a row; another is started {pause:.0f} s from now")
+        if refusal := self._starts.refusal(monotonic()):
+            raise Refused(refusal)
         child = Child()
         self._children.append(child)
         self._ring()
@@ -263,10 +262,7 @@ class Writer:
             return
         child.lost = why
         if not self._closed:
-            self._deaths += 1
-            beyond = self._deaths - FREE_DEATHS
-            if beyond >= 0:
-                self._next_start = monotonic() + min(FIRST_PAUSE_S * 2**beyond, LONGEST_PAUSE_S)
+            self._starts.failed(monotonic())
 
     # ---- the thread -----------------------------------------------------------------------------------------
 
@@ -290,6 +286,10 @@ class Writer:
             now = monotonic()
             for child in list(self._children):
                 self._hear(child)
+            while self._drops:
+                save = self._drops.popleft()
+                for child in self._children:
+                    child.drop(save)
             for child in list(self._children):
                 self._judge(child, now)
             over = self._closed and not self._children
@@ -331,7 +331,7 @@ class Writer:
 
     def _take(self, child: Child, reply: FromWriter) -> None:
         if isinstance(reply, Written):
-            self._deaths = 0
+            self._starts.succeeded()
         told = child.take(reply)
         if told is not None:
             self._told.append(told)

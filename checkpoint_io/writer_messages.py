@@ -93,6 +93,12 @@ class Abandon(msgspec.Struct, frozen=True, tag="abandon"):
     round: int
 
 
+class Drop(msgspec.Struct, frozen=True, tag="drop"):
+    """Drop this save, if it is not done: what is unfinished of it is removed, and its image is released."""
+
+    save: SaveId
+
+
 class Large(msgspec.Struct, frozen=True, tag="large"):
     """The message is in the memfd that comes with this."""
 
@@ -146,7 +152,7 @@ class Remark(msgspec.Struct, frozen=True, tag="remark"):
     text: str
 
 
-ToWriter = UseLayout | UseImage | Write | Abandon | Large
+ToWriter = UseLayout | UseImage | Write | Abandon | Drop | Large
 FromWriter = Ready | Written | Failed | Damaged | Released | Remark
 
 LAYOUTS = 4

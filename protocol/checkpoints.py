@@ -21,6 +21,16 @@ class Tier(str, Enum):
     """A folder that all nodes see."""
 
 
+GIVEN_UP = "given up: another rank did not save it"
+"""Why a rank has not written its shard of a save that could not be complete any more. Says nothing new to anybody."""
+
+
+def due_tiers(step: int, local_every: int | None, durable_every: int | None) -> list[Tier]:
+    """The tiers whose interval, non_persistent_save_interval or save_interval, has a save at `step`."""
+    intervals = ((Tier.LOCAL, local_every), (Tier.DURABLE, durable_every))
+    return [tier for tier, every in intervals if every is not None and step > 0 and step % every == 0]
+
+
 class SaveId(msgspec.Struct, frozen=True, array_like=True, order=True, gc=False):
     """One attempt to save a step.
 

@@ -11,7 +11,7 @@ from enum import Enum
 
 import msgspec
 
-from .checkpoints import NO_ORDERS, DepotOrders, Fact, Resume
+from .checkpoints import NO_ORDERS, DepotOrders, Fact, Resume, SaveId
 from .faults import Fault
 from .names import NO_ROUND, AgentName, ProcessId, Slot
 from .settings import Settings
@@ -199,6 +199,7 @@ class Directive(msgspec.Struct, frozen=True, tag="directive", omit_defaults=True
     hold: the job is asked to stop: no rank of `round` passes a further step, and each says which was its last.
     stop_step: after this step all ranks leave the function, -1 while it is not agreed.
     epoch, resume: for saves of `round`, and from which save it resumes. depot: what the agent's depot is to do.
+    vain: saves of `round` that cannot be complete any more: ranks give up what they have not written of them.
     """
 
     round: int
@@ -218,6 +219,7 @@ class Directive(msgspec.Struct, frozen=True, tag="directive", omit_defaults=True
     epoch: int = 0
     resume: Resume | None = None
     depot: DepotOrders = NO_ORDERS
+    vain: tuple[SaveId, ...] = ()
 
 
 class Welcome(msgspec.Struct, frozen=True, tag="welcome"):

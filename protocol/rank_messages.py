@@ -6,7 +6,7 @@ ordered, never lost while both live, and the kernel tells each side at once when
 
 import msgspec
 
-from .checkpoints import Fact, Resume
+from .checkpoints import Fact, Resume, SaveId
 from .faults import Fault
 from .names import NO_ROUND
 
@@ -123,6 +123,12 @@ class StopAt(msgspec.Struct, frozen=True, tag="stop_at"):
     step: int
 
 
+class Drop(msgspec.Struct, frozen=True, tag="drop"):
+    """These saves cannot be complete any more, since another rank did not save them: give up what is not written."""
+
+    saves: tuple[SaveId, ...]
+
+
 class Finish(msgspec.Struct, frozen=True, tag="finish"):
     """The job is over. A process whose function returned, and a reserve with code 0, return from the decorator; the
     others exit with `code`."""
@@ -132,4 +138,4 @@ class Finish(msgspec.Struct, frozen=True, tag="finish"):
 
 
 FromRank = Ready | Entered | Raised | Returned | Passed | Leaving | Facts | Note
-ToRank = Enter | Interrupt | Hold | StopAt | Finish
+ToRank = Enter | Interrupt | Hold | StopAt | Drop | Finish

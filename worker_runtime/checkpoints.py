@@ -13,7 +13,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 from ..checkpoint_io.settings import CheckpointSettings, from_environment
-from ..protocol.checkpoints import Fact
+from ..protocol.checkpoints import Fact, SaveId
 from ..protocol.rank_messages import Enter
 
 if TYPE_CHECKING:
@@ -31,7 +31,7 @@ NO_FOLDER = (
 
 
 class Checkpoints:
-    """What `Round.checkpointer` leads to."""
+    """What `Round.checkpointer` leads to. `drop` is for the runtime thread, all else for the main thread."""
 
     def __init__(
         self, environ: Mapping[str, str], tell: Callable[[Fact], None], note: Callable[[str, str], None]
@@ -42,10 +42,15 @@ class Checkpoints:
         self._enter: Enter | None = None
         self._checkpointer: Checkpointer | None = None
         self._told_of: Round | None = None
+        self._vain: set[SaveId] = set()
+        """Of the present round. The runtime thread adds, the main thread only asks whether one is in it."""
+        self._handing = threading.Lock()
+        """Held for moments only: `drop` has no checkpointer in its hands that is being closed."""
 
     def begin(self, enter: Enter, round: "Round") -> None:
         """A round begins. What an earlier one has left unfinished is dropped."""
         self._enter = enter
+        self._vain = set()  # nothing can be vain yet: the agent says so only of a round that it knows to be entered
         if self._checkpointer is not None:
             self._tell_round(self._checkpointer, round)
 
@@ -58,6 +63,17 @@ class Checkpoints:
             self._tell_round(made, round)
         return made
 
+    def drop(self, saves: tuple[SaveId, ...]) -> None:
+        """Other ranks did not save these: give up what is not written, and do not begin what is not begun.
+
+        First they are made known, then what is being written is given up; `save` does it the other way round: first it
+        gives the image to the writer, then it looks whether the save is vain. So one of the two sees the other.
+        """
+        self._vain.update(saves)
+        with self._handing:
+            if self._checkpointer is not None:
+                self._checkpointer.drop(saves)
+
     def finish(self) -> None:
         """The function has returned on all ranks: wait until what it saved is durable, at most `save_timeout`.
 
@@ -67,7 +83,8 @@ class Checkpoints:
             self._checkpointer.finish()
 
     def close(self) -> None:
-        made, self._checkpointer, self._told_of = self._checkpointer, None, None
+        with self._handing:
+            made, self._checkpointer, self._told_of = self._checkpointer, None, None
         if made is not None:
             made.close()
 
@@ -96,6 +113,7 @@ class Checkpoints:
                 section=lambda: _section_of(round),
                 atomic=round.atomic,
                 pause=lambda limit_s: round.pause(max=min(limit_s, PAUSE_LIMIT_S)),
+                vain=self._vain,
             )
         )
 

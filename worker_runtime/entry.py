@@ -114,6 +114,7 @@ class _Session:
         self._around = Surroundings(
             self._link, self._page, witness, TorchHooks(supervised.gloo_limit_s, supervised.hard_s), hooks
         )
+        self._link.on_drop = self._around.checkpoints.drop
         self._port: Port | None = None
 
     def _new_attempt(self, enter: Enter) -> Attempt:

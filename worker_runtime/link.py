@@ -25,10 +25,12 @@ from typing import TYPE_CHECKING, Union
 
 import msgspec
 
+from ..protocol.checkpoints import SaveId
 from ..protocol.exit_codes import ExitCode
 from ..protocol.names import RESERVE
 from ..protocol.rank_messages import (
     RANK_MESSAGE_LIMIT,
+    Drop,
     Enter,
     Finish,
     FromRank,
@@ -77,6 +79,8 @@ class Link:
     def __init__(self, supervised: Supervision, new_attempt: "Callable[[Enter], Attempt]") -> None:
         self.orders: queue.SimpleQueue[Order] = queue.SimpleQueue()
         self.interrupter = Interrupter(self.wake, self.note)
+        self.on_drop: Callable[[tuple[SaveId, ...]], None] = lambda saves: None
+        """Is told, in the runtime thread, of saves that cannot be complete any more; it must not wait for anything."""
         self._supervised = supervised
         self._new_attempt = new_attempt
         self._socket = socket.socket(fileno=supervised.socket_fd)
@@ -207,6 +211,9 @@ class Link:
             self.interrupter.request(None, order.reason)
         elif isinstance(order, Hold | StopAt):
             self._stop(order)
+            return
+        elif isinstance(order, Drop):
+            self.on_drop(order.saves)
             return
         elif order.rank != RESERVE:
             # Here and not in the main thread: an Interrupt right behind it must find the flight.

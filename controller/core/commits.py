@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from ...protocol.checkpoints import Fact, Place, Publish, Replicate, SaveId, Tier, What, digest_of_save
+from ...protocol.checkpoints import GIVEN_UP, Fact, Place, Publish, Replicate, SaveId, Tier, What, digest_of_save
 from ...protocol.names import AgentName
 from . import commit_lines, retention
 from .events import Saved, Stocked
@@ -20,6 +20,7 @@ from .orders import Orders
 from .roster import AgentRecord
 from .rounds import Round
 from .saves import OnTier, SaveRecord
+from .vain import Vain
 
 if TYPE_CHECKING:
     from .job import Job
@@ -35,6 +36,7 @@ class Commits:
         self._job = job
         self.records: dict[SaveId, SaveRecord] = {}
         self.orders = Orders(job.roster, job.depots, job.directives.dirty)
+        self.vain = Vain(job, self.records)
         self._dropped: set[tuple[SaveId, Tier]] = set()
         self._takers: dict[What, Callable[[Fact, AgentRecord, bool], None]] = {
             What.WRITTEN: self._written,
@@ -214,13 +216,14 @@ class Commits:
             return
         record = self._record(fact)
         tier = record.on(fact.tier)
-        if fact.why not in tier.failures:
+        if fact.why not in tier.failures and fact.why != GIVEN_UP:
             commit_lines.tell_failed(self._job, record, fact, len(tier.failures), copy=copy)
             tier.failures[fact.why] = fact.rank if not copy else -1
         if not copy and not tier.dropped and 0 <= fact.rank < record.world_size:
             tier.failed.add(fact.rank)
             if tier.is_hopeless(record.world_size):
                 self.drop(record, fact.tier)
+            self.vain.consider(record)
 
     def _bad(self, fact: Fact, agent: AgentRecord, stock: bool) -> None:
         record = self._record(fact)
@@ -280,6 +283,7 @@ class Commits:
 
     def round_planned(self) -> None:
         """A new round: what those before it have not finished is not finished any more."""
+        self.vain.forget()
         for record in list(self.records.values()):
             if not self._is_over(record.save):
                 continue

@@ -97,6 +97,7 @@ class Directives:
             hold=job.stopping.request is not None and phase is not Phase.END,
             stop_step=job.stopping.step,
             epoch=job.epoch,
+            vain=job.commits.vain.listed if phase is Phase.RUN else (),
         )
 
     def _seating(self) -> Seating:
@@ -130,5 +131,5 @@ class Directives:
         return Directive(
             shared.round, shared.phase, seats, shared.world_size, on_node, shared.master_addr,
             shared.master_port, kill, lives, shared.cause, shared.code, shared.completed, shared.hold, shared.stop_step,
-            shared.epoch, resume, depot,
+            shared.epoch, resume, depot, shared.vain,
         )  # fmt: skip

@@ -35,7 +35,9 @@ class OnTier:
 
     def is_hopeless(self, world_size: int) -> bool:
         """Every rank has answered, and not every one has written."""
-        return bool(self.failed) and not self.complete and len(self.failed | self.digests.keys()) >= world_size
+        if not self.failed or self.complete or len(self.failed) + len(self.digests) < world_size:
+            return False
+        return len(self.failed | self.digests.keys()) >= world_size
 
     @property
     def sound(self) -> bool:

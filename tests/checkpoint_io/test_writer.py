@@ -13,7 +13,7 @@ import pytest
 
 from perdure.checkpoint_io.formats import digest_of
 from perdure.checkpoint_io.names import local_name, saving_name
-from perdure.checkpoint_io.writer_client import FREE_DEATHS
+from perdure.checkpoint_io.writer_child import FREE_DEATHS
 from perdure.checkpoint_io.writer_messages import (
     Failed,
     Released,

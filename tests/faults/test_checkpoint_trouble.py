@@ -251,6 +251,29 @@ def test_waiting_for_a_slow_writer_is_no_hang(launch: Callable[..., Job], tmp_pa
     verified(folder)
 
 
+def test_ranks_whose_disks_are_too_slow_at_different_times_save_all_the_same(
+    launch: Callable[..., Job], tmp_path: Path
+) -> None:
+    """Each disk takes every second save. If each rank went on with what the other has skipped, then after step 20 one
+    would take 30, 50, 70 and so on, the other one 40, 60, 80: none would be complete."""
+    folder = tmp_path / "saves"
+    source = """
+    def fault(round, step):
+        if step % 5 == 0:
+            say(f"at-{round.rank}-{step}")
+    train_and_save(fault, due=True, step_s=0.03)
+    """
+    here = Path(__file__).parent
+    env = {"PYTHONPATH": f"{here}{os.pathsep}{here / 'injected'}", "FAULTS_SLOW": "[[15, 20], [25, 20]]"}
+    job = train(launch, folder, "from trainer_kit import say\n" + dedent(source), on_busy="skip", env=env)
+    job.wait_for(lambda: len([step for step in published(folder) if step > 20]) >= 3, "three saves after step 20")
+    lines = [line["text"] for line in job.log("save_failed")]
+    assert len(lines) >= 2
+    assert all("skipped: both buffers are in use" in line for line in lines), "what is given up is no news"
+    went_on(job)
+    finished(job, folder)
+
+
 # ---- resources ------------------------------------------------------------------------------------------------
 
 

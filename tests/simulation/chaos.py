@@ -8,6 +8,7 @@ from random import Random
 from .agents import SimAgent
 from .network import Weather
 from .ranks import Hang, SimRank
+from .saving import SAVE_EVERY
 from .world import World, settings_with
 
 END_WITHIN_S = 400.0
@@ -51,8 +52,10 @@ def draw_checkpoints(seed: int) -> dict[str, object]:
         return {}
     return {
         "save": "/save",
+        "save_interval": 2 * SAVE_EVERY,
         "most_recent_k": chance.choice((None, 1, 2)),
         "non_persistent_local_ckpt_dir": "/local",
+        "non_persistent_save_interval": SAVE_EVERY,
         "replication": chance.choice((0, 0, 1, 2)),
         "save_timeout": 20.0,
     }

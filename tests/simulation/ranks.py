@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from perdure.protocol.faults import Fault, FaultKind
 from perdure.protocol.names import NO_ROUND, Slot
 from perdure.protocol.rank_messages import (
+    Drop,
     Enter,
     Entered,
     Finish,
@@ -118,6 +119,8 @@ class SimRank:
                 self._hold(message.round)
             case StopAt():
                 self._stop_at(message)
+            case Drop():
+                self._drop(message)
             case Finish():
                 self._finish(message.code)
 
@@ -192,6 +195,12 @@ class SimRank:
             self.place = Place.RETURNED
             self.agent.world.stopped(self, self._passed)
             self.say(Returned(order.round))
+
+    def _drop(self, order: Drop) -> None:
+        """The runtime thread hears it, wherever the main thread is."""
+        assert all(save.round == self.round for save in order.saves), f"{self}, in round {self.round}, is told {order}"
+        if self._saver is not None:
+            self._saver.drop(order.saves, self.agent.machine.directive.world_size)
 
     # ---- leaving the function ---------------------------------------------------------------------------------
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING
 
-from perdure.protocol.checkpoints import Fact, Resume, SaveId, Tier, What
+from perdure.protocol.checkpoints import GIVEN_UP, Fact, Resume, SaveId, Tier, What
 from perdure.protocol.messages import Directive
 from perdure.protocol.rank_messages import Facts
 
@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
 SAVE_EVERY = 20
 """Steps between two saves; every second one goes to the durable tier, too."""
+BUFFERS = 2
 
 
 class Saver:
@@ -23,9 +24,13 @@ class Saver:
     def __init__(self, rank: SimRank, storage: Storage) -> None:
         self._rank = rank
         self._storage = storage
+        self._writing: dict[SaveId, list[Tier]] = {}
+        """Saves that use a buffer, and the tiers of which nothing has been said."""
+        self._vain: set[SaveId] = set()
 
     def enter(self, directive: Directive) -> int:
         """The round begins: restore. Returns the step from which it goes on."""
+        self._vain.clear()
         resume, chance = directive.resume, self._storage.chance
         if resume is None:
             return 0
@@ -67,16 +72,39 @@ class Saver:
         if self._rank.rank == 0 and self._storage.bad_luck(0.1):
             self._storage.poisoned.add(save)
         tiers = [Tier.LOCAL] if step // SAVE_EVERY % 2 else [Tier.LOCAL, Tier.DURABLE]
+        if save in self._vain:
+            self._fail_all(save, tiers, directive.world_size, GIVEN_UP)
+            return
+        if len(self._writing) >= BUFFERS or self._storage.bad_luck(0.03):
+            self._fail_all(save, tiers, directive.world_size, "skipped")
+            return
+        self._writing[save] = list(tiers)
         for tier in tiers:
             slow = self._storage.bad_luck(0.1)
             seconds = self._storage.chance.uniform(0.5, 4.0) if slow else self._storage.chance.uniform(0.01, 0.3)
-            self._rank.clock.after(seconds, self._writing(save, tier, self._rank.rank, directive.world_size))
+            self._rank.clock.after(seconds, self._write(save, tier, self._rank.rank, directive.world_size))
 
-    def _writing(self, save: SaveId, tier: Tier, number: int, world_size: int) -> Callable[[], None]:
+    def drop(self, saves: Iterable[SaveId], world_size: int) -> None:
+        """Another rank did not save these: what is not written is given up, and what is not begun never is."""
+        self._vain.update(saves)
+        for save in saves:
+            self._storage.drops += 1
+            self._fail_all(save, self._writing.pop(save, []), world_size, GIVEN_UP)
+
+    def _fail_all(self, save: SaveId, tiers: list[Tier], world_size: int, why: str) -> None:
+        for tier in tiers:
+            node = self._rank.agent.node if tier is Tier.LOCAL else ""
+            fact = Fact(save, What.FAILED, tier, self._rank.rank, node, world_size=world_size, why=why)
+            self._rank.say(Facts((fact,)))
+
+    def _write(self, save: SaveId, tier: Tier, number: int, world_size: int) -> Callable[[], None]:
         def written() -> None:
-            rank = self._rank
-            if not rank.alive:
+            rank, left = self._rank, self._writing.get(save, [])
+            if not rank.alive or tier not in left:
                 return
+            left.remove(tier)
+            if not left:
+                del self._writing[save]
             if self._storage.bad_luck(0.01):
                 fact = Fact(save, What.FAILED, tier, number, world_size=world_size, why="ENOSPC")
             else:

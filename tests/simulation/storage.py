@@ -52,6 +52,8 @@ class Storage:
         self.poisoned: set[SaveId] = set()
         self.publishes: list[SaveId] = []
         self.resumes: list[Resume | None] = []
+        self.drops = 0
+        """How often a rank was told to give up a save."""
         self.troubled = False
         """Whether writers and depots are slow, fail, and write nonsense."""
         self._seen_orders: set[SaveId] = set()
@@ -110,6 +112,10 @@ class Storage:
                 assert left, f"{save} is the last good one, and to be deleted"
                 assert any(r.save in self.published.values() for r in left), f"{save} is the last one"
                 assert max(r.age for r in left) > commits.records[save].age, f"{save} is the newest good one"
+        for save in commits.vain.listed:
+            assert save not in publications, f"{save} is given up, and to be published"
+            record = commits.records.get(save)
+            assert record is None or not (record.local.complete or record.durable.complete), f"{record} is given up"
 
     def _check_publish(self, order: Publish) -> None:
         save = order.save

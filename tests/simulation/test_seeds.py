@@ -42,4 +42,5 @@ def test_the_seeds_are_worth_their_time() -> None:
     assert sum(len(storage.publishes) for storage in storages) > 30
     assert sum(resume.local for resume in resumes) > 20
     assert sum(not resume.local for resume in resumes) > 10
+    assert sum(storage.drops for storage in storages) > 30
     assert {"checkpoint", "save_failed", "unpublished", "bad_save", "struck"} <= said

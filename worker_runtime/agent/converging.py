@@ -4,7 +4,7 @@ What is done once is remembered in the slot, so this may be asked after every ev
 """
 
 from ...protocol.messages import Directive, Phase, Seat, Stage
-from ...protocol.rank_messages import Enter, Finish, Hold, Interrupt, StopAt
+from ...protocol.rank_messages import Drop, Enter, Finish, Hold, Interrupt, StopAt
 from .actions import Action, Say, Tell
 from .local_slot import LocalSlot
 
@@ -24,6 +24,7 @@ def converge(local: LocalSlot, order: Directive, job: str) -> list[Action]:
             actions += _leave_round(local, order.round - 1, "the round is over and this rank has no seat in the next")
             actions += _take_seat(local, order, job)
             actions += _stop_round(local, order)
+            actions += _give_up_saves(local, order)
         case Phase.ABORT:
             actions += _leave_round(local, order.round, order.cause)
             actions += _skip_round(local, order.round)
@@ -78,7 +79,7 @@ def _take_seat(local: LocalSlot, order: Directive, job: str) -> list[Action]:
 
 def _stop_round(local: LocalSlot, order: Directive) -> list[Action]:
     """The round is to end after a step on which all ranks agree: first each says how far it is."""
-    if local.stage not in (Stage.RUNNING, Stage.RETURNED) or local.state.round != order.round:
+    if not _runs(local, order):
         return []
     actions: list[Action] = []
     if order.hold and local.held != order.round:
@@ -88,6 +89,18 @@ def _stop_round(local: LocalSlot, order: Directive) -> list[Action]:
         local.stopped = order.round
         actions.append(Say(local.slot, local.life, StopAt(order.round, order.stop_step)))
     return actions
+
+
+def _give_up_saves(local: LocalSlot, order: Directive) -> list[Action]:
+    if order.vain == local.vain or not _runs(local, order):
+        return []
+    news = tuple(save for save in order.vain if save not in local.vain)
+    local.vain = order.vain
+    return [Say(local.slot, local.life, Drop(news))] if news else []
+
+
+def _runs(local: LocalSlot, order: Directive) -> bool:
+    return local.stage in (Stage.RUNNING, Stage.RETURNED) and local.state.round == order.round
 
 
 def _enter(local: LocalSlot, seat: Seat, order: Directive, job: str) -> Enter:

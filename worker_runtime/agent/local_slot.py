@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 import msgspec
 
+from ...protocol.checkpoints import SaveId
 from ...protocol.faults import Fault
 from ...protocol.messages import ExitRecord, SlotState, Stage
 from ...protocol.names import NO_ROUND, Slot
@@ -17,6 +18,7 @@ SLOW_S = 1.0
 class LocalSlot:
     """entering: the round that its process was told to enter and has not reported from.
     interrupted, held, stopped: the last round that it was told to leave, to hold, and after which step to stop.
+    vain: saves of its round that it was told to give up.
     killing: why we are killing it. spawned: when, on the agent's clock.
     look_at: when to judge its progress next, None while it is not judged.
     """
@@ -26,6 +28,7 @@ class LocalSlot:
     interrupted: int = NO_ROUND
     held: int = NO_ROUND
     stopped: int = NO_ROUND
+    vain: tuple[SaveId, ...] = ()
     finish_told: bool = False
     killing: str = ""
     spawned: float = 0.0
@@ -85,6 +88,7 @@ class LocalSlot:
         """What went wrong in the last round is over."""
         change = self.state.change + 1
         self.state = msgspec.structs.replace(self.state, fault=None, port=0, passed=None, change=change)
+        self.vain = ()
 
     def kill(self, why: str) -> list[Action]:
         """Kill its process, unless that is under way."""

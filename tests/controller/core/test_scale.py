@@ -10,7 +10,7 @@ import msgspec
 
 from perdure.controller.core.events import Reported, Saved, Stocked
 from perdure.controller.core.rounds import JobPhase
-from perdure.protocol.checkpoints import Fact, SaveId, Tier, What
+from perdure.protocol.checkpoints import GIVEN_UP, Fact, SaveId, Tier, What
 from perdure.protocol.messages import ExitRecord, Stage
 from perdure.protocol.settings import Settings
 
@@ -70,15 +70,21 @@ def change_one_by_one(crowd: Any, **changes: object) -> None:
         crowd.take([Reported(name, (state,)) for state in changed])
 
 
-def test_a_save_of_10240_ranks_costs_a_few_microseconds_for_each() -> None:
-    """Each rank tells of its shard alone, on both tiers, and every shard is copied to another node."""
-    settings = Settings(save="/save", non_persistent_local_ckpt_dir="/local", replication=1)
+def saving_crowd(**knobs: Any) -> Any:
+    """10,240 ranks that run, in a job with both tiers."""
+    settings = Settings(save="/save", non_persistent_local_ckpt_dir="/local", **knobs)
     crowd = crowd_module().Crowd(1_280, 8, settings)
     crowd.join()
     crowd.take([Stocked(name, f"tcp://{name}", ()) for name in crowd.agents])
     change_one_by_one(crowd, stage=Stage.GATE, port=9000)
     crowd.take(crowd.enter())
     assert crowd.job.phase is JobPhase.RUNNING
+    return crowd
+
+
+def test_a_save_of_10240_ranks_costs_a_few_microseconds_for_each() -> None:
+    """Each rank tells of its shard alone, on both tiers, and every shard is copied to another node."""
+    crowd = saving_crowd(replication=1)
     save, size, events = SaveId(100, 0, 0), 10_240, list[Saved]()
     for rank in range(size):
         agent = crowd.job.round.seats[rank].agent
@@ -96,3 +102,23 @@ def test_a_save_of_10240_ranks_costs_a_few_microseconds_for_each() -> None:
     crowd.take(crowd.settle())
     assert crowd.decided(1)
     assert time.process_time() - began < 2 * GENEROUS_S
+
+
+def test_a_save_that_one_of_10240_ranks_skips_is_told_to_each_agent_once() -> None:
+    """Half of the others have written it by then, and the others give it up."""
+    crowd = saving_crowd()
+    save, size, events = SaveId(100, 0, 0), 10_240, list[Saved]()
+    for rank in [77, *range(77), *range(78, size)]:
+        agent = crowd.job.round.seats[rank].agent
+        what, why = (What.WRITTEN, "") if rank % 2 == 0 else (What.FAILED, "skipped" if rank == 77 else GIVEN_UP)
+        for tier, node in ((Tier.LOCAL, agent.node), (Tier.DURABLE, "")):
+            events.append(Saved(agent.name, (Fact(save, what, tier, rank, node, size, 1, b"x" * 16, why=why),)))
+    crowd.directed.clear()
+    began = time.process_time()
+    crowd.take(events)
+    spent_s = time.process_time() - began
+    assert all(each.directive.vain == (save,) for each in crowd.directed)
+    assert len(crowd.directed) == 1_280 + 1_280 + 1, (
+        "one to give it up, then one to delete it, and who deletes the rest"
+    )
+    assert spent_s < 2 * GENEROUS_S

@@ -1,15 +1,21 @@
-"""Kills processes at chosen moments of a save. Every Python process of a job imports this when its folder is in
-PYTHONPATH, and acts only if FAULTS_KILLS names a file of kills.
+"""Kills processes at chosen moments of a save, or makes disks slow. Every Python process of a job imports this when its
+folder is in PYTHONPATH, and acts only if FAULTS_KILLS names a file of kills, or FAULTS_SLOW says which disks are slow.
 
-They happen one after the other, each once: just before the first file operation of the named program that fits, after
+Kills happen one after the other, each once: just before the first file operation of the named program that fits, after
 the one before it has happened and a save has been published since. `signal`: another one than SIGKILL.
+
+How slow a disk is, is told in steps of the trainer, not in seconds: FAULTS_SLOW is a list, by rank, of how many steps
+the first shard takes to be written, and how many each further one, one after the other. The trainer says
+`at-<rank>-<step>`.
 """
 
 import contextlib
 import json
 import os
+import re
 import signal
 import sys
+import time
 from typing import Any
 
 
@@ -92,6 +98,39 @@ def claim(folder: str, name: str) -> bool:
     return True
 
 
+class SlowDisk:
+    """Of one rank. Its shards are written one after the other, in one thread."""
+
+    def __init__(self, said: str, rank: int, first: int, further: int) -> None:
+        self._said = said
+        self._rank = rank
+        self._lasts = first
+        self._further = further
+        self._free_at = 0
+        self._seen: set[int] = set()
+
+    def hook(self, event: str, arguments: tuple[Any, ...]) -> None:
+        found = re.search(rf"/iter_(\d+)[^/]*/\.__{self._rank}_0\.", str(arguments[0])) if event == "open" else None
+        if found is None or int(found[1]) in self._seen:
+            return
+        self._seen.add(int(found[1]))
+        self._free_at = max(self._free_at, int(found[1])) + self._lasts
+        self._lasts = self._further
+        while not any(
+            os.path.exists(f"{self._said}-{name}") for name in (f"at-{self._rank}-{self._free_at}", "release")
+        ):
+            time.sleep(0.001)
+
+
+def slow_down(disks: list[list[int]], folder: str) -> None:
+    """A writer does not know its rank, so it has the disks of all."""
+    if "checkpoint_io.writer" in " ".join(sys.orig_argv):
+        for rank, (first, further) in enumerate(disks):
+            sys.addaudithook(SlowDisk(f"{folder}/said", rank, first, further).hook)
+
+
+if "FAULTS_SLOW" in os.environ:
+    slow_down(json.loads(os.environ["FAULTS_SLOW"]), os.environ["FAULTS_FOLDER"])
 if "FAULTS_KILLS" in os.environ:
     with open(os.environ["FAULTS_KILLS"]) as described:
         install(json.load(described), os.environ["FAULTS_FOLDER"])
