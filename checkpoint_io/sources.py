@@ -278,7 +278,7 @@ class Sources:
 
     def _candidates(self, rank: int) -> Iterator[Shard]:
         places = self._places.get(rank, [])
-        may_lack = bool(places) and rank not in self._own
+        may_lack = rank not in self._own and (self.resume.partial or bool(places))
         if self._local is not None and Tier.LOCAL not in self._refused:
             yield from self._attempt(self._local, rank, Tier.LOCAL, self._where.node, may_lack=may_lack)
             for place in places:

@@ -92,12 +92,21 @@ class Place(msgspec.Struct, frozen=True, array_like=True, gc=False):
     address: str
 
 
+class Holder(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """Which shards of a save are on one node. spans: runs of ranks: the first one, and how many."""
+
+    node: str
+    address: str
+    spans: tuple[tuple[int, int], ...]
+
+
 class Resume(msgspec.Struct, frozen=True, omit_defaults=True):
     """From which save all ranks of a round resume.
 
     world_size: of the world that saved it. digest: of the save (`digest_of_save`), empty if this job did not see it
-    written. durable: it is published on the durable tier. local: it is complete on the local tier; `places` then says
-    where the shards are, but for those that are on the reader's own node alone.
+    written. durable: it is published on the durable tier. local: it is complete on the local tier; `holders` then says
+    where the shards are, but for those that are on the reader's own node alone. partial: it says so only of shards
+    that the reader saved itself, by their numbers; others are read from the durable tier.
     """
 
     save: SaveId
@@ -105,11 +114,46 @@ class Resume(msgspec.Struct, frozen=True, omit_defaults=True):
     digest: bytes = b""
     durable: bool = False
     local: bool = False
-    places: tuple[Place, ...] = ()
+    holders: tuple[Holder, ...] = ()
+    partial: bool = False
 
     @property
     def step(self) -> int:
         return self.save.step
+
+    @property
+    def places(self) -> tuple[Place, ...]:
+        """What `holders` says, shard by shard. Of a shard the preferred place comes first."""
+        return tuple(
+            Place(rank, holder.node, holder.address)
+            for holder in self.holders
+            for first, count in holder.spans
+            for rank in range(first, first + count)
+        )
+
+
+def holders_of(places: Iterable[Place]) -> tuple[Holder, ...]:
+    """The same in few words: ranks of one node mostly follow each other. Of a shard the first place stays the first."""
+    seen: dict[int, int] = {}
+    by_node: dict[tuple[int, str, str], list[int]] = {}
+    for place in places:
+        choice = seen[place.rank] = seen.get(place.rank, -1) + 1
+        by_node.setdefault((choice, place.node, place.address), []).append(place.rank)
+    # Sorted by choice only: all first places come before all second ones.
+    return tuple(
+        Holder(node, address, _spans(sorted(ranks)))
+        for (_, node, address), ranks in sorted(by_node.items(), key=lambda each: each[0][0])
+    )
+
+
+def _spans(ranks: list[int]) -> tuple[tuple[int, int], ...]:
+    spans: list[tuple[int, int]] = []
+    for rank in ranks:
+        if spans and rank == sum(spans[-1]):
+            spans[-1] = (spans[-1][0], spans[-1][1] + 1)
+        else:
+            spans.append((rank, 1))
+    return tuple(spans)
 
 
 # ---- what an agent's depot is to do ---------------------------------------------------------------------------

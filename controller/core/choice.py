@@ -2,6 +2,10 @@
 
 Of a shard that is on the reader's node alone nothing is told. If there are others, they are all told, its own as well:
 what a node has may turn out to be bad.
+
+In a large world that would be ten thousand places for a thousand nodes. There a node is told only of the shards that
+its own ranks saved, by their numbers: with the same layout these are most of what they read, and hardly any node lacks
+one. The durable tier has the others. A save that is on the local tier alone is told in full, with one place of each.
 """
 
 from __future__ import annotations
@@ -10,10 +14,10 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from ...protocol.checkpoints import Place, Resume, Tier
+from ...protocol.checkpoints import Place, Resume, Tier, holders_of
 
 PLACES_LIMIT = 256
-"""Shards of other nodes of which a node is told every place; of more than that it is told one place each."""
+"""Shards of other nodes of which a node is told every place."""
 
 
 @dataclass(slots=True)
@@ -28,7 +32,7 @@ class Choice:
     own: dict[str, set[int]] = field(default_factory=dict[str, set[int]])
     wide: bool = False
     """Every node lacks more shards than can be told one by one."""
-    _for_node: dict[str, Resume] = field(default_factory=dict[str, Resume])
+    _told: dict[tuple[str, tuple[int, ...]], Resume] = field(default_factory=dict[tuple[str, tuple[int, ...]], Resume])
 
     @property
     def tier(self) -> Tier:
@@ -39,15 +43,24 @@ class Choice:
         """For people."""
         return f"resumes from step {self.resume.step} ({self.tier.value} tier)"
 
-    def for_node(self, node: str) -> Resume:
-        """What the ranks of `node` are told."""
+    def for_node(self, node: str, ranks: tuple[int, ...]) -> Resume:
+        """What the ranks of `node` are told. ranks: their numbers in the round."""
         if not self.resume.local:
             return self.resume
-        key = "" if self.wide else node
-        known = self._for_node.get(key)
+        key = (node, ranks if self.resume.partial else ())
+        if self.wide and not self.resume.partial:
+            key = ("", ())
+        known = self._told.get(key)
         if known is None:
-            own = self.own.get(key, set())
-            told = (each for rank, each in self.places.items() if rank not in own or len(each) > 1)
-            places = tuple(place for each in told for place in each)
-            known = self._for_node[key] = msgspec.structs.replace(self.resume, places=places)
+            known = self._told[key] = msgspec.structs.replace(self.resume, holders=holders_of(self._places(*key)))
         return known
+
+    def _places(self, node: str, ranks: tuple[int, ...]) -> list[Place]:
+        own = self.own.get(node, set())
+        shards = ranks if self.resume.partial else self.places
+        return [
+            place
+            for rank in shards
+            if rank not in own or len(self.places[rank]) > 1
+            for place in self.places.get(rank, ())
+        ]

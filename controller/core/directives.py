@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from ...protocol.checkpoints import NO_ORDERS
+from ...protocol.checkpoints import NO_ORDERS, Resume
 from ...protocol.messages import Directive, Kill, Phase, Seat, Stage
 from ...protocol.names import NO_ROUND, AgentName
 from .commands import Direct
@@ -127,7 +127,9 @@ class Directives:
         if not seats and not kill and not lives and depot is NO_ORDERS:
             return shared
         round = self._job.round
-        resume = round.choice.for_node(agent.node) if seats and round is not None and round.choice is not None else None
+        resume: Resume | None = None
+        if seats and round is not None and round.choice is not None:
+            resume = round.choice.for_node(agent.node, tuple(seat.rank for seat in seats))
         return Directive(
             shared.round, shared.phase, seats, shared.world_size, on_node, shared.master_addr,
             shared.master_port, kill, lives, shared.cause, shared.code, shared.completed, shared.hold, shared.stop_step,

@@ -1,9 +1,8 @@
 """From which save a round resumes: one for all its ranks, out of everything that is complete and can be reached.
 
 The greatest step wins, whichever tier it is on. Of one save the local tier is preferred, and if the durable one has it
-as well, a reader may take any shard from there that it cannot use here. In a large world the durable tier is as near,
-and saves telling ten thousand places to a thousand nodes. Where `ckpt_step` is set, the first round takes that step or
-none; later ones may take what this job has saved since.
+as well, a reader takes any shard from there that it cannot use here. Where `ckpt_step` is set, the first round takes
+that step or none; later ones may take what this job has saved since.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ from collections.abc import Iterable
 
 import msgspec
 
-from ...protocol.checkpoints import Place, Resume, digest_of_save
+from ...protocol.checkpoints import Place, Resume, digest_of_save, holders_of
 from ...protocol.exit_codes import ExitCode
 from ...protocol.settings import Settings
 from . import wording
@@ -20,9 +19,11 @@ from .choice import PLACES_LIMIT, Choice
 from .depots import Depots
 from .saves import SaveRecord
 
-PLACES_BYTES = 800_000
-"""Of all places in one directive, which is a message of at most 1 MiB. A save whose places need more is left alone."""
-_PLACE_BYTES = 10
+PLACES_BYTES = 100_000
+"""Of all places in what a rank is told, which is a packet of 128 KiB. A save that needs more, some 20,000 ranks in
+order, and is not on the durable tier, is left alone."""
+_HOLDER_BYTES = 12
+_SPAN_BYTES = 7
 
 
 class NoCheckpoint(Exception):
@@ -74,7 +75,7 @@ def _resume(record: SaveRecord, digest: bytes) -> Resume:
 
 
 def _on_local(record: SaveRecord, depots: Depots, reachable: frozenset[str]) -> Choice | None:
-    """The save on the local tier; None if the places of its shards are better not told."""
+    """The save on the local tier; None if the places of its shards are too many to be told."""
     digest = digest_of_save(record.local.digests[rank] for rank in range(record.world_size)) if record.seen else b""
     choice = Choice(msgspec.structs.replace(_resume(record, digest), local=True))
     addresses = {node: depots.address(node) for node in reachable}
@@ -88,7 +89,9 @@ def _on_local(record: SaveRecord, depots: Depots, reachable: frozenset[str]) -> 
     if not choice.wide:
         return choice
     if record.durable_is_good:
-        return None
+        choice.resume = msgspec.structs.replace(choice.resume, partial=True)
+        return choice
     choice.places = {rank: places[:1] for rank, places in choice.places.items()}
-    nbytes = sum(_PLACE_BYTES + len(p.node) + len(p.address) for places in choice.places.values() for p in places)
+    told = holders_of(place for places in choice.places.values() for place in places)
+    nbytes = sum(_HOLDER_BYTES + len(h.node) + len(h.address) + _SPAN_BYTES * len(h.spans) for h in told)
     return choice if nbytes <= PLACES_BYTES else None

@@ -16,7 +16,7 @@ from perdure.checkpoint_io.bundle import Bundle, NoBundle, write_bundle
 from perdure.checkpoint_io.formats import digest_of_save
 from perdure.checkpoint_io.names import BUNDLE, data_name, local_name, published_name, sidecar_name
 from perdure.checkpoint_io.restore import Restored, RestoreError, StateMismatch, Where, restore
-from perdure.protocol.checkpoints import Fact, Place, Resume, SaveId, Tier
+from perdure.protocol.checkpoints import Fact, Place, Resume, SaveId, Tier, holders_of
 
 from .made_saves import flip_bit
 from .shards import SAVE, Chunks, resume_of, split, whole, write_shard
@@ -204,7 +204,7 @@ def test_only_the_far_shards_that_are_needed_are_fetched(tmp_path: Path, monkeyp
             (here / path.name).write_bytes(path.read_bytes())
 
     places = tuple(Place(rank, f"n{rank}", "address") for rank in range(WORLD))
-    resume = resume_of(site.digests, local=True, places=places)
+    resume = resume_of(site.digests, local=True, holders=holders_of(places))
     site.restore(state := wanted(2, 3), rank=2, save=None, local=local, node="new", fetch=fetch, resume=resume)
     check(state)
     assert fetched == [2, 3]

@@ -22,7 +22,7 @@ from perdure.checkpoint_io.fetching import Fetching
 from perdure.checkpoint_io.names import local_name, sidecar_name
 from perdure.checkpoint_io.settings import CheckpointSettings
 from perdure.checkpoint_io.turn import Turn
-from perdure.protocol.checkpoints import Fact, Place, Tier, What
+from perdure.protocol.checkpoints import Fact, Place, Tier, What, holders_of
 from perdure.protocol.keys import new_keys
 from perdure.worker_runtime.interrupt import Flight, Interrupter, RoundInterrupted
 
@@ -34,6 +34,16 @@ WORLD = 4
 WHOLE = torch.arange(4096, dtype=torch.float32)
 
 
+OTHERS: set[int] = set()
+"""Children of this process that were there before a test."""
+
+
+@pytest.fixture(autouse=True)
+def others() -> None:
+    OTHERS.clear()
+    OTHERS.update(helpers())
+
+
 def helpers(of: int = 0) -> set[int]:
     """The children that fetch, dead ones included, of a process, or of this one."""
     found: set[int] = set()
@@ -43,7 +53,7 @@ def helpers(of: int = 0) -> set[int]:
             command = (entry / "cmdline").read_bytes() if parent == (of or os.getpid()) else b"another's"
             if not command or b"perdure.checkpoint_io.fetch" in command:  # a dead one has no command any more
                 found.add(int(entry.name))
-    return found
+    return found - OTHERS
 
 
 def descriptors() -> set[str]:
@@ -62,7 +72,7 @@ class Site:
         self.root = root
         self.depot = depot
         self.places = tuple(Place(rank, "n0", depot.address) for rank in range(WORLD))
-        self.turn = Turn(0, 1, 7, 4, resume=resume_of(digests, local=True, places=self.places))
+        self.turn = Turn(0, 1, 7, 4, resume=resume_of(digests, local=True, holders=holders_of(self.places)))
         self.facts: list[Fact] = []
         self.settings = CheckpointSettings("n1", local=str(root / "b" / "n1"), keys=str(root / "keys.json"))
         self.folder = root / "b" / "n1" / local_name(SAVE)

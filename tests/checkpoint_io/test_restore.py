@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from perdure.checkpoint_io.formats import CHUNK, decode_sidecar, digest_of, encode_sidecar
 from perdure.checkpoint_io.names import data_name, local_name, published_name, sidecar_name
 from perdure.checkpoint_io.restore import RestoreError, StateMismatch, Where, restore
-from perdure.protocol.checkpoints import Resume, Tier
+from perdure.protocol.checkpoints import Resume, Tier, holders_of
 
 from .shards import SAVE, digested, part, resume_of, saved, split, whole, write_shard
 
@@ -262,7 +262,7 @@ def test_own_local_shards_are_enough_when_each_rank_keeps_all_it_holds(tmp_path:
     digests = [write_shard(tmp_path / "elsewhere", 0, 2, mine, {"v": 3}, extra=1)]
     digests.append(write_shard(local / local_name(SAVE), 1, 2, mine, {"v": 3}, extra=2))
 
-    resume = resume_of(digests, local=True, durable=True, places=(place(0, "n0"),))
+    resume = resume_of(digests, local=True, durable=True, holders=holders_of((place(0, "n0"),)))
     done = restore(state, resume, Where(save=tmp_path / "gone", local=local, node="n1", fetch=refuse))
     assert torch.equal(state["w"], numbers(4, 4))
     assert state["v"] == 3

@@ -7,6 +7,7 @@ import threading
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 
@@ -14,8 +15,9 @@ from perdure.checkpoint_io.formats import CHUNK
 from perdure.checkpoint_io.names import data_name, local_name, published_name, sidecar_name
 from perdure.checkpoint_io.restore import Restored, RestoreError, Where, restore
 from perdure.checkpoint_io.sources import Sources
-from perdure.protocol.checkpoints import Fact, Place, Resume, SaveId, Tier, What
+from perdure.protocol.checkpoints import Fact, Place, Resume, SaveId, Tier, What, holders_of
 
+from .made_saves import flip_bit
 from .shards import SAVE, flip, resume_of, split, whole, write_shard
 from .test_restore import Mine
 
@@ -35,7 +37,7 @@ class Site:
             self.copy(rank, self.durable, folder)
         self.facts: list[Fact] = []
         self.fetched: list[Place] = []
-        self.resume = resume_of(digests, durable=True, local=True, places=(Place(1, "n1", "a1"),))
+        self.resume = resume_of(digests, durable=True, local=True, holders=holders_of((Place(1, "n1", "a1"),)))
         self.where = Where(root / "durable", root / "local" / "n0", "n0", self.fetch, self.facts.append)
 
     @staticmethod
@@ -117,13 +119,30 @@ def test_damaged_shards(site: Site, damage: str) -> None:
     assert site.bad() == {(Tier.LOCAL, 0, "n0")}
 
 
+def test_shards_whose_places_are_not_told_are_read_from_the_durable_tier_without_a_word(site: Site) -> None:
+    """In a large world a node is told only of what its own ranks saved."""
+    untold = msgspec.structs.replace(site.resume, holders=(), partial=True)
+    done = site.restore(untold)
+    assert done.shards == ((0, Tier.LOCAL, "n0"), (1, Tier.DURABLE, ""))
+    assert site.bad() == set()
+    assert site.fetched == []
+    # What is here and no good is told all the same, and what is told to be here and is not.
+    flip_bit(site.here / data_name(0, 0), 12345)
+    assert site.restore(untold).shards[0] == (0, Tier.DURABLE, "")
+    assert site.bad() == {(Tier.LOCAL, 0, "n0")}
+    (site.here / sidecar_name(0)).unlink()
+    site.facts.clear()
+    site.restore(msgspec.structs.replace(untold, holders=holders_of((Place(0, "n0", "a0"), Place(0, "n9", "a9")))))
+    assert (Tier.LOCAL, 0, "n0") in site.bad()
+
+
 def test_several_replicas_are_tried(site: Site) -> None:
     shutil.rmtree(site.durable)
     third = site.there.parent.parent / "n2" / local_name(SAVE)
     site.copy(1, site.there, third)
     flip(site.there / data_name(1, 0), 5000)
     places = (Place(1, "gone", "a3"), Place(1, "n1", "a1"), Place(1, "n2", "a2"))
-    done = site.restore(Resume(SAVE, WORLD, site.resume.digest, local=True, places=places))
+    done = site.restore(Resume(SAVE, WORLD, site.resume.digest, local=True, holders=holders_of(places)))
     assert done.shards == ((0, Tier.LOCAL, "n0"), (1, Tier.LOCAL, "n2"))
     assert site.bad() == {(Tier.LOCAL, 1, "gone"), (Tier.LOCAL, 1, "n1")}
 
@@ -138,7 +157,7 @@ def test_a_copy_takes_the_place_of_a_bad_shard_of_ones_own(site: Site, damage: s
     else:
         (site.here / sidecar_name(0)).unlink()
     places = (Place(0, "n0", "a0"), Place(0, "n2", "a2"), Place(1, "n1", "a1"))
-    done = site.restore(Resume(SAVE, WORLD, site.resume.digest, local=True, places=places))
+    done = site.restore(Resume(SAVE, WORLD, site.resume.digest, local=True, holders=holders_of(places)))
     assert set(done.shards) == {(0, Tier.LOCAL, "n2"), (1, Tier.LOCAL, "n1")}
     assert site.bad() == {(Tier.LOCAL, 0, "n0")}, "it should have been there, and is told"
 
@@ -206,7 +225,7 @@ def test_a_class_of_the_users_on_the_local_tier(site: Site) -> None:
         write_shard(folder, rank, WORLD, {"w": parts[rank]}, {"mine": Mine(1)} if rank == 0 else {"v1": 1})
         for rank, folder in enumerate((site.here, site.there))
     ]
-    resume = resume_of(digests, local=True, places=(Place(1, "n1", "a1"),))
+    resume = resume_of(digests, local=True, holders=holders_of((Place(1, "n1", "a1"),)))
     restore({}, resume, site.where)
     assert site.fetched == []
     state: dict[str, Any] = {"mine": None}
@@ -243,18 +262,20 @@ def test_the_end_of_a_round_is_not_held_up_by_a_thread_that_waits(tmp_path: Path
     def over(*_: object) -> None:
         raise Over
 
-    released, first = threading.Event(), threading.Lock()
+    released, both = threading.Event(), threading.Barrier(2)
     over_with: list[Place] = []
 
     def fetch(save: SaveId, place: Place) -> None:
-        if first.acquire(blocking=False):
+        if both.wait(20) == 0:
             signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGUSR1)
         released.wait(20)
         over_with.append(place)
         raise OSError("gone")
 
     places = tuple(Place(rank, "n1", "address") for rank in range(2))
-    sources = Sources(resume_of([b""] * 2, local=True, places=places), Where(local=tmp_path, node="n0", fetch=fetch))
+    sources = Sources(
+        resume_of([b""] * 2, local=True, holders=holders_of(places)), Where(local=tmp_path, node="n0", fetch=fetch)
+    )
     former = signal.signal(signal.SIGUSR1, over)
     try:
         with pytest.raises(Over):

@@ -138,7 +138,7 @@ class Storage:
         if resume.durable:
             assert self.published.get(resume.step) == resume.save, f"{resume} is not published"
         for node in reachable if resume.local else ():
-            told = choice.for_node(node)
+            told = choice.for_node(node, ())
             ranks = {place.rank for place in told.places} | self._own(node, resume.save)
             assert ranks >= set(range(resume.world_size)), f"{node} is told {told}, and has {ranks}"
             for place in told.places:

@@ -5,9 +5,11 @@ import pytest
 
 from perdure.controller.core.choice import PLACES_LIMIT
 from perdure.controller.core.events import Attached
-from perdure.protocol.checkpoints import Place, SaveId, What, digest_of_save
+from perdure.protocol.checkpoints import Place, Resume, SaveId, What, digest_of_save, holders_of
+from perdure.protocol.codec import encode_rank
 from perdure.protocol.exit_codes import ExitCode
 from perdure.protocol.names import ProcessId
+from perdure.protocol.rank_messages import RANK_MESSAGE_LIMIT, Enter
 
 from .bank import BOTH, DURABLE, LOCAL, Bank
 
@@ -142,20 +144,55 @@ def test_a_bad_shard_leaves_its_copy_then_the_other_tier_then_an_older_step() ->
     assert len(bank.told("bad_save")) == 3
 
 
-def test_where_too_many_shards_are_elsewhere_all_read_the_durable_tier() -> None:
+def test_where_too_many_shards_are_elsewhere_a_node_is_told_of_those_of_its_own_ranks() -> None:
     slots = PLACES_LIMIT // 2 + 1
-    bank = Bank((slots, slots, slots)).open()
+    settings = msgspec.structs.replace(BOTH, replication=1)
+    bank = Bank((slots, slots, slots, slots), settings).open()
     bank.written(100, LOCAL)
     save = bank.written(100, DURABLE)
     bank.restart("n1/0")
     resume = bank.resume("n1")
     assert resume is not None
-    assert (resume.local, len(resume.places)) == (True, 3 * slots), "it is not published: all must be told"
+    assert (resume.local, resume.partial, len(resume.places)) == (True, False, 4 * slots), "it is not published: all"
     bank.say("n0", bank.fact(save, What.PUBLISHED, DURABLE))
     bank.restart("n1/1")
     resume = bank.resume("n1")
     assert resume is not None
-    assert (resume.local, resume.durable, resume.places) == (False, True, ())
+    assert (resume.local, resume.durable, resume.partial, resume.places) == (True, True, True, ())
+    # A node that was lost comes back empty, and is told where the copies are of what its ranks had.
+    first = slots
+    bank.say("n2", *(bank.fact(save, What.WRITTEN, LOCAL, rank, "host2") for rank in range(first, 2 * slots)))
+    bank.link_lost("n1")
+    bank.do(Attached(bank.hello("n1", process=ProcessId("boot2", 99, 9))))
+    bank.take_stock("n1")
+    bank.gate(*bank.states)
+    bank.enter(*bank.seats)
+    resume = bank.resume("n1")
+    assert resume is not None
+    assert resume.partial
+    seated = [rank for rank, seat in enumerate(bank.seats) if seat.startswith("n1/")]
+    assert [place.rank for place in resume.places] == [rank for rank in seated if first <= rank < 2 * slots]
+    assert {place.node for place in resume.places} == {"host2"}
+    assert len(msgspec.msgpack.encode(resume)) < 200
+
+
+@pytest.mark.parametrize("copies", [1, 2])
+def test_where_ten_thousand_shards_are_is_told_in_one_packet(copies: int) -> None:
+    """Of a save that is on the local tier alone, whose shards may be wanted by anybody."""
+    places = [
+        Place(rank, f"gpu-node-{(rank // 8 + copy) % 1280:05}", f"tcp://10.200.{rank // 2048}.{rank // 8 % 256}:50123")
+        for rank in range(10_240)
+        for copy in range(copies)
+    ]
+    resume = Resume(SaveId(1, 2, 3), 10_240, b"x" * 16, local=True, holders=holders_of(places))
+    first: dict[int, str] = {}
+    for place in resume.places:
+        first.setdefault(place.rank, place.node)
+    assert first == {place.rank: place.node for place in reversed(places)}
+    assert sorted(resume.places, key=repr) == sorted(places, key=repr)
+    if copies == 1:
+        enter = Enter(7, 3, 10_240, 3, 8, "10.0.0.1", 29500, "job", 1, resume)
+        assert len(encode_rank(enter)) <= RANK_MESSAGE_LIMIT
 
 
 # ---- ckpt_step ------------------------------------------------------------------------------------------------
