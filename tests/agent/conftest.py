@@ -1,5 +1,6 @@
 """What the tests of process supervision share. Each test must leave no child and no descriptor behind."""
 
+import ctypes
 import os
 import secrets
 import sys
@@ -11,13 +12,16 @@ import pytest
 import trio
 
 from perdure.worker_runtime.agent.processes import RankProcess
-from perdure.worker_runtime.agent.reaper import become_subreaper, children, reaper
+from perdure.worker_runtime.agent.reaper import PR_SET_CHILD_SUBREAPER, become_subreaper, children, reaper
 from perdure.worker_runtime.agent.tree import descendants, kill_all, read_entry, snapshot
 
 
-@pytest.fixture(scope="session", autouse=True)
-def subreaper() -> None:
+@pytest.fixture(scope="module", autouse=True)
+def subreaper() -> Iterator[None]:
+    """For these tests only: whoever runs the others buries no orphans."""
     become_subreaper()
+    yield
+    ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, ctypes.c_ulong(0), 0, 0, 0)
 
 
 @pytest.fixture
