@@ -1,6 +1,6 @@
 """Checkpoints of a running training loop: perdure, torch and nvidia-resiliency-ext, and what the machine could do.
 
-Each peer is compared in a block of its own: fresh jobs of both sides, whose saves alternate - ours, peer, ours, peer -
+Each peer is compared in a block of its own: fresh jobs of both sides, whose saves alternate - ours, peer, peer, ours -
 with the limits measured before each pair. Files go below TMPDIR; what was written is read back from the page cache.
 - stall: what the training thread waits in the call; also as a multiple of one copy of the same bytes, measured beside.
 - lost: the stall, and what the loop loses until the save is done, against steps timed just before and after it.
@@ -106,9 +106,10 @@ class Comparison:
             peer = self.enter(stack, method)
             for save in range(1, self.saves + 2):
                 measured = limits.limits()
+                first = peer.turn(save) if save % 2 == 0 else None
                 turn = try_to(f"{self.case} {OURS}", partial(ours.turn, save)) if ours else None
                 ours = ours if turn else None
-                pairs.append(Pair(measured, turn, peer.turn(save)))
+                pairs.append(Pair(measured, turn, first or peer.turn(save)))
         return Block(method, pairs[0], pairs[1:])
 
     def our_crew(self, stack: ExitStack) -> Crew | None:

@@ -83,6 +83,8 @@ def read(
         reading.run()
     finally:
         reader.close()
+        # What looks for further places refers to them in a circle: no tensor must wait in it for the collector.
+        sources.survey = None
     found = _unpickled(sources, targets.values, trust=trust, known=known)
     used = tuple((shard.rank, shard.tier, shard.node) for shard in reading.used)
     unwanted = frozenset(targets.unwanted)

@@ -1,7 +1,9 @@
 """Filling a state from shards: any layout to any other, every kind of tensor, and clear words for what does not fit."""
 
+import gc
 import os
 import random
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -245,6 +247,29 @@ def test_a_value_that_was_forged_under_the_digests_of_its_chunks_is_not_unpickle
         with pytest.raises(RestoreError, match="x, a value of its file 1, is not what was written"):
             restore({"x": None}, resume_of([digest_of(data)], durable=True), Where(save=tmp_path), trust=trust)
     assert not made.exists()
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_nothing_of_the_state_is_kept(tmp_path: Path, fails: bool) -> None:
+    """Else the memory of a model that a trainer lets go would be there until the garbage collector comes by."""
+    tensors = {"a": numbers(300, 7), "b": torch.randn(50).double(), "c": numbers(4, 4)}
+    digests = [write_shard(durable(tmp_path), rank, 2, whole(tensors), {"x": 5}) for rank in range(2)]
+    if fails:
+        (durable(tmp_path) / data_name(0, 0)).write_bytes(b"")
+        (durable(tmp_path) / data_name(1, 0)).write_bytes(b"")
+    gc.collect()
+    gc.disable()
+    try:
+        state: dict[str, Any] = {"a": torch.zeros(300, 7), "b": torch.zeros(50), "c": torch.zeros(4, 4).t(), "x": 0}
+        kept = [weakref.ref(each) for each in state.values() if isinstance(each, torch.Tensor)]
+        try:
+            restore(state, resume_of(digests, durable=True), Where(save=tmp_path))
+        except RestoreError:
+            assert fails
+        del state
+        assert [each() for each in kept] == [None] * 3
+    finally:
+        gc.enable()
 
 
 def test_a_value_of_a_class_that_is_gone(tmp_path: Path) -> None:
