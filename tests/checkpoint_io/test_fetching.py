@@ -34,8 +34,7 @@ WORLD = 4
 WHOLE = torch.arange(4096, dtype=torch.float32)
 
 
-OTHERS: set[int] = set()
-"""Children of this process that were there before a test."""
+OTHERS: set[int] = set()  # children of this process that were there before a test
 
 
 @pytest.fixture(autouse=True)
