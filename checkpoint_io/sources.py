@@ -18,7 +18,7 @@ from pathlib import Path
 
 from ..protocol.checkpoints import Fact, Place, Resume, SaveId, Tier, What
 from .bundle import Bundle, NoBundle
-from .catalog import mark_bad
+from .catalog import mark_bad, read_manifest
 from .formats import BadFormat, Sidecar, decode_sidecar, digest_of, digest_of_save
 from .names import local_name, published_name, sidecar_name
 
@@ -151,11 +151,14 @@ class Sources:
         """By rank: why its shard could not be read where it was looked for."""
 
     def _open_bundle(self) -> Bundle | None:
-        if self._durable is None or not self.resume.digest:
+        """By the digest that the job committed. If that is not known, since another job did, by the one that lies with
+        the bundle: it is an index as good, and proves nothing."""
+        if self._durable is None:
             return None
         try:
-            return Bundle(self._durable, self.resume.world_size, self.resume.digest)
-        except NoBundle:
+            digest = self.resume.digest or bytes.fromhex(read_manifest(self._durable).digest)
+            return Bundle(self._durable, self.resume.world_size, digest)
+        except (NoBundle, BadFormat, OSError, ValueError):
             return None
 
     @property
@@ -215,14 +218,14 @@ class Sources:
 
     def is_committed(self, shard: Shard) -> bool:
         """Whether this is the shard that the job committed. Without a bundle it takes a look at all of them."""
-        if self._bundle is not None:
+        if self._bundle is not None and self.resume.digest:
             return shard.digest == self._bundle.digests[shard.rank]
         return self.committed() and self.present(shard.rank) is shard
 
     def committed(self) -> bool:
         """Whether all shards are those that the job committed. Looks at every sidecar, if there is no bundle; rejects a
         tier that is not."""
-        if self._bundle is not None:
+        if self._bundle is not None and self.resume.digest:
             return True
         ranks = range(self.resume.world_size)
         if not self.resume.digest:
@@ -317,5 +320,5 @@ class Sources:
             return _shard_of(data, folder / sidecar_name(rank), rank, save, world_size, tier, node)
         shard = open_shard(folder, rank, save, world_size, tier, node)
         if shard.digest != bundle.digests[rank]:
-            raise BadShard(f"{folder / sidecar_name(rank)} is not the one that was committed: its digest differs")
+            raise BadShard(f"{folder / sidecar_name(rank)} is not the one that was published: its digest differs")
         return shard

@@ -19,7 +19,7 @@ from perdure.checkpoint_io.restore import Restored, RestoreError, StateMismatch,
 from perdure.protocol.checkpoints import Fact, Place, Resume, SaveId, Tier, holders_of
 
 from .made_saves import flip_bit
-from .shards import SAVE, Chunks, resume_of, split, whole, write_shard
+from .shards import SAVE, Chunks, publish, resume_of, split, whole, write_shard
 
 WORLD = 4
 FULL = torch.arange(8000, dtype=torch.float32).reshape(80, 100)
@@ -154,9 +154,23 @@ def test_a_sidecar_is_read_only_where_the_bundle_is_bad_and_must_be_the_committe
     parts = split(FULL + 1, WORLD)
     write_shard(site.folder, 3, WORLD, {"w": parts[3], **whole({"shared3": SHARED["shared3"]})})
     flip_bit(site.folder / BUNDLE, 8 * ((site.folder / BUNDLE).stat().st_size - 200))
-    with pytest.raises(RestoreError, match="not the one that was committed"):
+    with pytest.raises(RestoreError, match="not the one that was published"):
         site.restore(wanted(3), rank=3)
     assert {(fact.tier, fact.rank) for fact in site.facts} == {(Tier.DURABLE, 3)}
+
+
+def test_another_jobs_save_is_opened_in_the_same_way_and_not_trusted(site: Site) -> None:
+    """After a new start nobody knows the digest; the manifest has it, and whoever can write there can write that."""
+    unknown = Resume(SAVE, WORLD, durable=True)
+    site.restore(state := wanted(1, 3), resume=unknown)
+    assert set(site.opened) == set(range(WORLD)), "nothing says that its own sidecar is enough"
+    publish(site.root, site.digests)
+    site.opened.clear()
+    site.restore(state := wanted(1, 3), resume=unknown)
+    check(state)
+    assert sorted(site.opened) == [1, 3]
+    with pytest.raises(RestoreError, match="trust=True"):
+        site.restore({"mine": None}, rank=0, resume=unknown)
 
 
 def test_any_flipped_bit_of_a_bundle_is_known(site: Site) -> None:
