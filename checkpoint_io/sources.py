@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 
 from ..protocol.checkpoints import Fact, Place, Resume, SaveId, Tier, What
@@ -135,7 +136,6 @@ class Sources:
         self._marks = durable is None
         if durable is None and where.save and resume.durable:
             self._durable = where.save / published_name(resume.step)
-        self._bundle = self._open_bundle()
         self._places: dict[int, list[Place]] = {}
         self._own: set[int] = set()
         for place in resume.places if self._local else ():
@@ -150,9 +150,11 @@ class Sources:
         self.reasons: dict[int, list[str]] = {}
         """By rank: why its shard could not be read where it was looked for."""
 
-    def _open_bundle(self) -> Bundle | None:
+    @cached_property
+    def _bundle(self) -> Bundle | None:
         """By the digest that the job committed. If that is not known, since another job did, by the one that lies with
-        the bundle: it is an index as good, and proves nothing."""
+        the bundle: it is an index as good, and proves nothing. Opened when it is wanted: a durable tier that hangs must
+        not hold up who reads the local one."""
         if self._durable is None:
             return None
         try:
@@ -166,7 +168,7 @@ class Sources:
         """The rank whose shard is most likely the one that the reader wants. None: it saved in another world, or only
         a look at all shards tells whether they are those that were committed."""
         where = self._where
-        if self._bundle is None and self._local is None:
+        if self._local is None and self._bundle is None:
             return None
         return where.rank if where.rank >= 0 and where.world_size == self.resume.world_size else None
 
@@ -218,15 +220,12 @@ class Sources:
 
     def is_committed(self, shard: Shard) -> bool:
         """Whether this is the shard that the job committed. Without a bundle it takes a look at all of them."""
-        if self._bundle is not None and self.resume.digest:
+        if self.resume.digest and self._bundle is not None:
             return shard.digest == self._bundle.digests[shard.rank]
         return self.committed() and self.present(shard.rank) is shard
 
     def committed(self) -> bool:
-        """Whether all shards are those that the job committed. Looks at every sidecar, if there is no bundle; rejects a
-        tier that is not."""
-        if self._bundle is not None and self.resume.digest:
-            return True
+        """Whether all shards are those that the job committed. Looks at every sidecar; rejects a tier that is not."""
         ranks = range(self.resume.world_size)
         if not self.resume.digest:
             return False
