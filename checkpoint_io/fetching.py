@@ -23,6 +23,7 @@ from collections.abc import Callable
 from contextlib import nullcontext, suppress
 
 from ..protocol.checkpoints import Fact, Place, SaveId, Tier, What
+from .children import collect
 from .fetch_task import PACKET_LIMIT, Answer, BadPacket, Task, decode_answer, encode
 from .settings import CheckpointSettings
 from .turn import Turn
@@ -160,7 +161,7 @@ class _Process:
                 with suppress(ProcessLookupError):
                     signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
                 self._is_gone(END_S)
-            self._how = self._collect()
+            self._how = collect(self._pidfd) or "is stuck in the kernel, killed"
             pidfd, self._pidfd = self._pidfd, -1
             os.close(pidfd)
         return self._how
@@ -169,14 +170,3 @@ class _Process:
         waiter = select.poll()
         waiter.register(self._pidfd, select.POLLIN)
         return bool(waiter.poll(within_s * 1000))
-
-    def _collect(self) -> str:
-        try:
-            result = os.waitid(os.P_PIDFD, self._pidfd, os.WEXITED | os.WNOHANG)
-        except ChildProcessError:
-            return "ended"  # somebody else in this process waits for any child
-        if result is None:
-            return "is stuck in the kernel, killed"
-        if result.si_code == os.CLD_EXITED:
-            return f"ended with exit code {result.si_status}"
-        return f"was killed by {signal.Signals(result.si_status).name}"

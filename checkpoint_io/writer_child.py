@@ -16,6 +16,7 @@ from time import monotonic
 import msgspec
 
 from ..protocol.checkpoints import SaveId, Tier
+from .children import collect
 from .writer_messages import (
     Abandon,
     Damaged,
@@ -233,17 +234,9 @@ class Child:
 
     def bury(self) -> str:
         """Collect a process that is gone; how it ended."""
-        try:
-            result = os.waitid(os.P_PIDFD, self.pidfd, os.WEXITED | os.WNOHANG)
-        except ChildProcessError:
-            # Somebody else in this process waits for any child.
-            result = None
+        how = collect(self.pidfd) or "ended"
         self.close()
-        if result is None:
-            return "ended"
-        if result.si_code == os.CLD_EXITED:
-            return f"ended with exit code {result.si_status}"
-        return f"was killed by {signal.Signals(result.si_status).name}"
+        return how
 
     def close(self) -> None:
         self._socket.close()

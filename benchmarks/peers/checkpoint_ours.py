@@ -34,8 +34,8 @@ LAYING_OUT = ("perdure-layout", "perdure-staging")
 class Ours(Method):
     """The durable tier alone: the same disk as the peers', written once."""
 
-    LOCAL = False
     KNOB = "save"
+    """Of CheckpointSettings and of Where: which tier's folder is given."""
 
     def prepare(self, state: State) -> None:
         super().prepare(state)
@@ -47,9 +47,8 @@ class Ours(Method):
             self.place.folder.mkdir(parents=True, exist_ok=True)
             self.published.mkdir()
             os.mkfifo(pipe)
-            self.publisher = start_publisher(
-                pipe, None if self.LOCAL else self.place.folder, self.published, world_size
-            )
+            folder = self.place.folder if self.KNOB == "save" else None
+            self.publisher = start_publisher(pipe, folder, self.published, world_size)
         dist.barrier(group=self.place.group)
         self.pipe = os.open(pipe, os.O_RDWR)  # for reading as well: then opening it waits for nobody
         self.saver = Saver(CheckpointSettings(node="here", **{self.KNOB: str(self.place.folder)}), self.tell, note)
@@ -78,7 +77,8 @@ class Ours(Method):
     def load(self, step: int, into: State) -> None:
         digest = bytes.fromhex((self.published / str(step)).read_text())
         save, folder = SaveId(step, EPOCH, ROUND), self.place.folder
-        resume = Resume(save, self.place.world_size, digest, durable=not self.LOCAL, local=self.LOCAL)
+        durable = self.KNOB == "save"
+        resume = Resume(save, self.place.world_size, digest, durable=durable, local=not durable)
         where = Where(rank=self.place.rank, world_size=self.place.world_size, **{self.KNOB: folder})
         restore(into, resume, where)
 
@@ -92,7 +92,6 @@ class Ours(Method):
 class OursLocal(Ours):
     """The node-local tier alone. Nothing is published: a save is done when all its shards are on the disk."""
 
-    LOCAL = True
     KNOB = "local"
 
     def forget(self, step: int) -> None:

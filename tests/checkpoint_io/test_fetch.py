@@ -204,12 +204,19 @@ def test_one_process_does_one_task_after_the_other(depot: DepotProcess, tmp_path
         assert rank.end() == (0, b"")
 
 
-def test_a_depot_that_is_killed_is_left_at_once(depot: DepotProcess, tmp_path: Path) -> None:
+@contextmanager
+def in_mid_task(depot: DepotProcess, tmp_path: Path) -> Iterator[tuple[Rank, Path]]:
+    """A rank whose process has begun with a shard that takes a while, and the folder that it goes to."""
     write_shard(tmp_path / "a" / "n0" / local_name(SAVE), SAVE, 3, 4, [], bytes(64 << 20))
     into = home(tmp_path) / local_name(SAVE)
     with rank_that_asks(tmp_path, depot.address, into.parent) as rank:
         rank.ask(3)
         rank.wait_begun(into)
+        yield rank, into
+
+
+def test_a_depot_that_is_killed_is_left_at_once(depot: DepotProcess, tmp_path: Path) -> None:
+    with in_mid_task(depot, tmp_path) as (rank, into):
         depot.process.kill()
         error = rank.hear().error
         assert "the connection is lost" in error or "nobody listens" in error
@@ -218,11 +225,7 @@ def test_a_depot_that_is_killed_is_left_at_once(depot: DepotProcess, tmp_path: P
 
 
 def test_a_process_whose_rank_is_gone_ends_in_the_middle_of_a_task(depot: DepotProcess, tmp_path: Path) -> None:
-    write_shard(tmp_path / "a" / "n0" / local_name(SAVE), SAVE, 3, 4, [], bytes(64 << 20))
-    into = home(tmp_path) / local_name(SAVE)
-    with rank_that_asks(tmp_path, depot.address, into.parent) as rank:
-        rank.ask(3)
-        rank.wait_begun(into)
+    with in_mid_task(depot, tmp_path) as (rank, into):
         depot.stop()
         try:
             assert rank.end() == (0, b"")
